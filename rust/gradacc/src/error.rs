@@ -1,0 +1,160 @@
+//! What can go wrong, with the parameter, what was expected and what came.
+
+use std::fmt;
+
+use crate::dtype::DType;
+
+/// The result of every fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call was refused. A refused call has changed nothing, unless its documentation says otherwise.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// One tensor does not fit its parameter.
+    #[error("parameter {parameter}: {reason}")]
+    Tensor {
+        /// The parameter's name.
+        parameter: String,
+        /// What does not fit.
+        reason: TensorError,
+    },
+    /// No such parameter has been registered.
+    #[error("unknown parameter {parameter}: it was never registered with this accumulator")]
+    UnknownParameter {
+        /// The name that was given.
+        parameter: String,
+    },
+    /// A parameter was registered twice, or two gradients were given for it in one micro-batch.
+    #[error("parameter {parameter} is given twice")]
+    DuplicateParameter {
+        /// The parameter's name.
+        parameter: String,
+    },
+    /// A gradient is missing where all were asked for.
+    #[error("parameter {parameter} has no gradient in this micro-batch, and on_missing is \"error\"")]
+    MissingGradient {
+        /// The first parameter that lacks one.
+        parameter: String,
+    },
+    /// A sequence of gradients has not one entry for each parameter.
+    #[error("expected a sequence of {expected} gradients, one for each parameter in layout order, got {got}")]
+    SequenceLength {
+        /// How many parameters there are.
+        expected: usize,
+        /// How many entries came.
+        got: usize,
+    },
+    /// The call does not fit the state of the window.
+    #[error(transparent)]
+    Window(#[from] WindowError),
+    /// A gradient holds NaN or infinity, and such micro-batches are refused.
+    #[error("parameter {parameter}: its gradient holds NaN or infinity; nothing of this micro-batch was added")]
+    NonFinite {
+        /// The first parameter, in layout order, whose gradient does.
+        parameter: String,
+    },
+    /// An argument is out of its range.
+    #[error("{name}: {reason}")]
+    Argument {
+        /// The argument's name.
+        name: &'static str,
+        /// What was expected and what came.
+        reason: String,
+    },
+    /// The operating system gave no memory for a buffer.
+    #[error("no memory for a buffer of {len_bytes} bytes: {reason}")]
+    Memory {
+        /// The size asked for.
+        len_bytes: usize,
+        /// What the system said.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// An argument out of range: its name, and "expected ..., got ...".
+    pub(crate) fn argument(name: &'static str, reason: impl Into<String>) -> Self {
+        Self::Argument { name, reason: reason.into() }
+    }
+}
+
+/// What about one tensor does not fit.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorError {
+    /// The shape differs. Nothing broadcasts.
+    #[error("expected shape {}, got {}", Shape(.expected), Shape(.got))]
+    Shape {
+        /// The parameter's shape.
+        expected: Box<[usize]>,
+        /// The tensor's shape.
+        got: Box<[usize]>,
+    },
+    /// The dtype can't be added into the parameter's buffer.
+    #[error("expected a gradient of dtype {accepted}, got {got}")]
+    Dtype {
+        /// What its buffer takes.
+        accepted: String,
+        /// What came.
+        got: String,
+    },
+    /// The memory is not the host's.
+    #[error("expected a tensor in host memory, got one on DLPack device type {device_type}")]
+    Device {
+        /// DLPack's number of the device type.
+        device_type: i32,
+    },
+    /// The description of the tensor makes no sense: a negative size, or more bytes than can be addressed.
+    #[error("{0}")]
+    Malformed(String),
+}
+
+impl TensorError {
+    /// Names the parameter the tensor was meant for.
+    pub fn of(self, parameter: impl Into<String>) -> Error {
+        Error::Tensor { parameter: parameter.into(), reason: self }
+    }
+
+    /// A dtype, by its name, that no buffer takes.
+    pub fn unsupported(dtype: impl Into<String>) -> Self {
+        Self::Dtype { accepted: DType::names(DType::ALL), got: dtype.into() }
+    }
+}
+
+/// Why the window does not allow a call. The window is as it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WindowError {
+    /// `add` on a window that has all its micro-batches.
+    #[error("the window is complete ({count} micro-batches): call take() or reset() before the next add()")]
+    Complete {
+        /// How many it holds.
+        count: u64,
+    },
+    /// `take` of a window without micro-batches.
+    #[error("the window is empty ({rejected} micro-batches were rejected): there is nothing to take")]
+    Empty {
+        /// How many were skipped for being non-finite.
+        rejected: u64,
+    },
+    /// A mean over weight zero.
+    #[error(
+        "the window's weight is 0 but gradients were added with a scale: their mean is undefined; \
+         add a micro-batch with a weight, or use reduction \"sum\""
+    )]
+    NoWeight,
+}
+
+/// Prints a shape as Python prints a tuple.
+struct Shape<'a>(&'a [usize]);
+
+impl fmt::Display for Shape<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(")?;
+        for (axis, size) in self.0.iter().enumerate() {
+            write!(f, "{}{size}", if axis > 0 { ", " } else { "" })?;
+        }
+        f.write_str(if self.0.len() == 1 { ",)" } else { ")" })
+    }
+}

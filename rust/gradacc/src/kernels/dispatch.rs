@@ -1,0 +1,226 @@
+//! One clone of each kernel per SIMD level, and the table of the level this process uses.
+
+use std::sync::OnceLock;
+
+use half::{bf16, f16};
+
+use super::body::{self, Moments};
+use super::isa;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// An instruction set that kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum SimdLevel {
+    /// What every machine of the target has: SSE2 on x86-64, NEON on AArch64.
+    Scalar,
+    /// AVX2 and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+impl SimdLevel {
+    /// Every level, the least first.
+    pub const ALL: &[Self] = &[Self::Scalar, Self::Avx2, Self::Avx512];
+
+    /// The name that the environment variable `GRADACC_SIMD` knows it by.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
+    /// Whether this machine has it.
+    pub fn is_available(self) -> bool {
+        Kernels::of(self).is_some()
+    }
+}
+
+/// See [`body::add`].
+pub(super) type Add = unsafe fn(*mut u8, *const u8, usize, f64, &mut Moments);
+/// See [`body::examine`].
+pub(super) type Examine = unsafe fn(*const u8, usize, &mut Moments);
+/// See [`body::scale`].
+pub(super) type Scale = unsafe fn(*mut u8, *const u8, usize, f64);
+
+/// The kernels of one level. The flags of a kernel are chosen here, once per tensor, never per element.
+pub(super) struct Kernels {
+    pub(super) level: SimdLevel,
+    /// By dtype of the gradient and of the sums, whether it writes, and whether it sums squares.
+    add: fn(DType, DType, bool, bool) -> Option<Add>,
+    /// By dtype, and whether it sums squares.
+    pub(super) examine: fn(DType, bool) -> Examine,
+    /// By dtype, and whether it divides.
+    pub(super) scale: fn(DType, bool) -> Scale,
+}
+
+impl Kernels {
+    /// The kernels of a level, if this machine has it.
+    pub(super) fn of(level: SimdLevel) -> Option<&'static Self> {
+        match level {
+            SimdLevel::Scalar => Some(&scalar::KERNELS),
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx2 => {
+                (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(&avx2::KERNELS)
+            }
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512 => (is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("f16c"))
+            .then_some(&avx512::KERNELS),
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => None,
+        }
+    }
+
+    /// The kernels this process uses: chosen once, the best there is or those that `GRADACC_SIMD` names.
+    pub(super) fn get() -> Result<&'static Self> {
+        static CHOSEN: OnceLock<Result<&'static Kernels>> = OnceLock::new();
+        CHOSEN.get_or_init(|| Self::choose(std::env::var_os("GRADACC_SIMD"))).clone()
+    }
+
+    fn choose(forced: Option<std::ffi::OsString>) -> Result<&'static Self> {
+        let available = || SimdLevel::ALL.iter().copied().filter(|level| level.is_available());
+        let names =
+            |levels: &mut dyn Iterator<Item = SimdLevel>| levels.map(SimdLevel::name).collect::<Vec<_>>().join(", ");
+        let level = match forced.filter(|name| !name.is_empty()) {
+            None => available().max().unwrap_or(SimdLevel::Scalar),
+            Some(name) => {
+                let level = SimdLevel::ALL.iter().copied().find(|level| name == level.name());
+                level.ok_or_else(|| {
+                    let known = names(&mut SimdLevel::ALL.iter().copied());
+                    Error::argument("GRADACC_SIMD", format!("expected one of {known}, got {name:?}"))
+                })?
+            }
+        };
+        Self::of(level).ok_or_else(|| {
+            let reason = format!("this machine has no {}; it has {}", level.name(), names(&mut available()));
+            Error::argument("GRADACC_SIMD", reason)
+        })
+    }
+
+    /// None if the buffer does not take such gradients.
+    pub(super) fn add(&self, source: DType, target: DType, write: bool, norm: bool) -> Option<Add> {
+        (self.add)(source, target, write, norm)
+    }
+}
+
+/// The SIMD level this process uses.
+///
+/// # Errors
+/// [`Error::Argument`] if the environment variable `GRADACC_SIMD` names a level that does not exist, or that this
+/// machine lacks.
+pub fn simd_level() -> Result<SimdLevel> {
+    Ok(Kernels::get()?.level)
+}
+
+macro_rules! level {
+    ($module:ident, $level:ident, $isa:ty $(, $features:literal)?) => {
+        mod $module {
+            use super::*;
+
+            /// # Safety
+            #[doc = "See [`body::add`]. The machine has the features."]
+            $(#[target_feature(enable = $features)])?
+            unsafe fn add<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar, const WRITE: bool, const NORM: bool>(
+                target: *mut u8,
+                source: *const u8,
+                len: usize,
+                scale: f64,
+                moments: &mut Moments,
+            ) {
+                // SAFETY: the caller's contract is the same.
+                unsafe { body::add::<$isa, S, T, WRITE, NORM>(target, source, len, scale, moments) }
+            }
+
+            /// # Safety
+            #[doc = "See [`body::examine`]. The machine has the features."]
+            $(#[target_feature(enable = $features)])?
+            unsafe fn examine<S: super::super::scalar::Scalar, const NORM: bool>(source: *const u8, len: usize, moments: &mut Moments) {
+                // SAFETY: the caller's contract is the same.
+                unsafe { body::examine::<$isa, S, NORM>(source, len, moments) }
+            }
+
+            /// # Safety
+            #[doc = "See [`body::scale`]. The machine has the features."]
+            $(#[target_feature(enable = $features)])?
+            unsafe fn scale<T: super::super::scalar::Scalar, const DIVIDE: bool>(target: *mut u8, source: *const u8, len: usize, factor: f64) {
+                // SAFETY: the caller's contract is the same.
+                unsafe { body::scale::<T, DIVIDE>(target, source, len, factor) }
+            }
+
+            fn flags<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar>(write: bool, norm: bool) -> Option<Add> {
+                Some(match (write, norm) {
+                    (false, false) => add::<S, T, false, false>,
+                    (false, true) => add::<S, T, false, true>,
+                    (true, false) => add::<S, T, true, false>,
+                    (true, true) => add::<S, T, true, true>,
+                })
+            }
+
+            pub(super) static KERNELS: Kernels = Kernels {
+                level: SimdLevel::$level,
+                add: |source, target, write, norm| match (source, target) {
+                    (DType::F16, DType::F16) => flags::<f16, f16>(write, norm),
+                    (DType::BF16, DType::BF16) => flags::<bf16, bf16>(write, norm),
+                    (DType::F16, DType::F32) => flags::<f16, f32>(write, norm),
+                    (DType::BF16, DType::F32) => flags::<bf16, f32>(write, norm),
+                    (DType::F32, DType::F32) => flags::<f32, f32>(write, norm),
+                    (DType::F64, DType::F32) => flags::<f64, f32>(write, norm),
+                    (DType::F16, DType::F64) => flags::<f16, f64>(write, norm),
+                    (DType::BF16, DType::F64) => flags::<bf16, f64>(write, norm),
+                    (DType::F32, DType::F64) => flags::<f32, f64>(write, norm),
+                    (DType::F64, DType::F64) => flags::<f64, f64>(write, norm),
+                    (_, DType::F16 | DType::BF16) => None,
+                },
+                examine: |source, norm| match (source, norm) {
+                    (DType::F16, false) => examine::<f16, false>,
+                    (DType::F16, true) => examine::<f16, true>,
+                    (DType::BF16, false) => examine::<bf16, false>,
+                    (DType::BF16, true) => examine::<bf16, true>,
+                    (DType::F32, false) => examine::<f32, false>,
+                    (DType::F32, true) => examine::<f32, true>,
+                    (DType::F64, false) => examine::<f64, false>,
+                    (DType::F64, true) => examine::<f64, true>,
+                },
+                scale: |dtype, divide| match (dtype, divide) {
+                    (DType::F16, false) => scale::<f16, false>,
+                    (DType::F16, true) => scale::<f16, true>,
+                    (DType::BF16, false) => scale::<bf16, false>,
+                    (DType::BF16, true) => scale::<bf16, true>,
+                    (DType::F32, false) => scale::<f32, false>,
+                    (DType::F32, true) => scale::<f32, true>,
+                    (DType::F64, false) => scale::<f64, false>,
+                    (DType::F64, true) => scale::<f64, true>,
+                },
+            };
+        }
+    };
+}
+
+level!(scalar, Scalar, isa::Baseline);
+#[cfg(target_arch = "x86_64")]
+level!(avx2, Avx2, isa::Avx2, "avx2,f16c");
+#[cfg(target_arch = "x86_64")]
+level!(avx512, Avx512, isa::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_level_can_be_forced_and_one_that_is_not_there_is_refused() {
+        assert_eq!(Kernels::choose(Some("scalar".into())).unwrap().level, SimdLevel::Scalar);
+        let best = SimdLevel::ALL.iter().copied().filter(|level| level.is_available()).max();
+        assert_eq!(Kernels::choose(None).ok().map(|kernels| kernels.level), best);
+        let message = Kernels::choose(Some("sse9".into())).err().unwrap().to_string();
+        assert!(message.contains("scalar, avx2, avx512") && message.contains("sse9"), "{message}");
+    }
+}

@@ -1,0 +1,214 @@
+//! Loops over elements: add, examine, scale. Safe to call; fast because of `dispatch` and `parallel`.
+//!
+//! A tensor is worked on in chunks of [`CHUNK`] elements, each by one thread and with one sum of squares.
+
+mod body;
+mod dispatch;
+mod isa;
+mod parallel;
+mod scalar;
+#[cfg(test)]
+mod tests;
+
+pub use dispatch::{SimdLevel, simd_level};
+pub use parallel::{num_threads, set_num_threads};
+
+use std::mem::MaybeUninit;
+
+use body::Moments;
+use dispatch::Kernels;
+use parallel::Finding;
+
+use crate::buffer::{Buffer, Lease};
+use crate::error::Result;
+use crate::param::Slot;
+use crate::store::Report;
+use crate::view::TensorView;
+
+/// Elements of a chunk: small enough to spread a large tensor over the cores, large enough to be worth the trouble.
+const CHUNK: usize = 1 << 16;
+
+/// Bytes that elements of a strided tensor are gathered in, in logical order, before a kernel sees them.
+const STAGE_BYTES: usize = 4096;
+
+fn note(report: &mut Report, task: &Task, finding: Finding) {
+    if !finding.finite && report.first_nonfinite.is_none() {
+        report.first_nonfinite = Some(task.job);
+    }
+    report.sum_of_squares += finding.sum_of_squares;
+}
+
+const NOTHING_FOUND: Report = Report { first_nonfinite: None, sum_of_squares: 0.0 };
+
+/// One gradient to be added.
+pub(crate) struct Job<'a> {
+    pub(crate) source: &'a TensorView<'a>,
+    pub(crate) slot: Slot,
+    /// Whether the slot is written, rather than added to.
+    pub(crate) write: bool,
+}
+
+/// A chunk of the tensor of one job.
+struct Task {
+    job: usize,
+    start: usize,
+    len: usize,
+}
+
+fn tasks(lens: impl Iterator<Item = usize>) -> impl Iterator<Item = Task> {
+    lens.enumerate().flat_map(|(job, len)| {
+        (0..len).step_by(CHUNK).map(move |start| Task { job, start, len: CHUNK.min(len - start) })
+    })
+}
+
+/// A kernel with the memory it is to write, which threads may share: each task has a part of its own.
+struct Target<K> {
+    kernel: K,
+    start: *mut u8,
+    element_bytes: usize,
+}
+
+// SAFETY: established by the functions below: tasks write disjoint parts of memory that is exclusively borrowed
+// meanwhile, so that no two threads meet.
+unsafe impl<K: Sync> Sync for Target<K> {}
+
+/// Writes or adds `scale` times every source to its slot.
+///
+/// Panics, before anything is written, if a source does not fit its slot, its dtype is not one that the buffer takes,
+/// a buffer is not there, or slots of one buffer are not in ascending order without overlap.
+pub(crate) fn add(buffers: &mut [Option<Lease>], jobs: &[Job<'_>], scale: f64, norm: bool) -> Result<Report> {
+    let kernels = Kernels::get()?;
+    let mut ends = vec![0; buffers.len()];
+    let mut len_bytes = 0;
+    let targets: Vec<_> = jobs
+        .iter()
+        .map(|Job { source, slot, write }| {
+            let buffer: &mut Buffer = buffers[slot.buffer].as_mut().expect("a buffer that is added to is there");
+            let end = slot.offset + slot.len;
+            assert!(ends[slot.buffer] <= slot.offset && end <= buffer.len(), "slots overlap or leave their buffer");
+            assert_eq!(source.len(), slot.len, "a source has the size of its slot");
+            ends[slot.buffer] = end;
+            let element_bytes = buffer.dtype().len_bytes();
+            len_bytes += slot.len * (source.dtype().len_bytes() + element_bytes);
+            let kernel = kernels.add(source.dtype(), buffer.dtype(), *write, norm);
+            Target {
+                kernel: kernel.expect("the buffer takes gradients of this dtype"),
+                start: buffer.as_mut_ptr().wrapping_add(slot.offset * element_bytes),
+                element_bytes,
+            }
+        })
+        .collect();
+    let work = |task: &Task| {
+        let (target, source) = (&targets[task.job], jobs[task.job].source);
+        let mut moments = Moments::new();
+        each_run(source, task, |start, data, len| {
+            let place = target.start.wrapping_add(start * target.element_bytes);
+            // SAFETY: `data` holds `len` elements of the source's dtype, by `each_run`. `place` has room for them: the
+            // slot lies within its buffer and has the source's size, both asserted above; it is exclusively borrowed,
+            // and of no other task, since slots of a buffer don't overlap, asserted too, and chunks of a slot don't. It
+            // is aligned as slots are. A source can't lie in it: views borrow, and the buffer is exclusively borrowed.
+            // The kernel is of the level that dispatch found on this machine. Runs are whole blocks but for the last.
+            unsafe { (target.kernel)(place, data, len, scale, &mut moments) };
+        });
+        finding(&moments)
+    };
+    let mut report = NOTHING_FOUND;
+    let tasks = tasks(jobs.iter().map(|job| job.slot.len));
+    parallel::run(tasks, len_bytes, work, |task, finding| note(&mut report, task, finding));
+    Ok(report)
+}
+
+/// Reads every tensor once and writes nothing.
+pub(crate) fn examine(sources: &[&TensorView<'_>], norm: bool) -> Result<Report> {
+    let kernels = Kernels::get()?;
+    let work = |task: &Task| {
+        let source = sources[task.job];
+        let kernel = (kernels.examine)(source.dtype(), norm);
+        let mut moments = Moments::new();
+        each_run(source, task, |_, data, len| {
+            // SAFETY: `data` holds `len` elements of the source's dtype, by `each_run`; the kernel is of the level
+            // that dispatch found on this machine. Runs are whole blocks but for the last.
+            unsafe { kernel(data, len, &mut moments) };
+        });
+        finding(&moments)
+    };
+    let mut report = NOTHING_FOUND;
+    let len_bytes = sources.iter().map(|source| source.len() * source.dtype().len_bytes()).sum();
+    let tasks = tasks(sources.iter().map(|source| source.len()));
+    parallel::run(tasks, len_bytes, work, |task, finding| note(&mut report, task, finding));
+    Ok(report)
+}
+
+/// What sums are multiplied with or divided by on their way out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Factor {
+    Times(f64),
+    DividedBy(f64),
+}
+
+/// Applies a factor to slots of a buffer, in place or, given another `source` of the same kind, into this one.
+///
+/// Panics, before anything is written, if a slot leaves its buffer, or slots are not in ascending order without
+/// overlap.
+pub(crate) fn scale(target: &mut Buffer, source: Option<&Buffer>, slots: &[Slot], factor: Factor) -> Result<()> {
+    let kernels = Kernels::get()?;
+    let (divide, factor) = match factor {
+        Factor::Times(factor) => (false, factor),
+        Factor::DividedBy(divisor) => (true, divisor),
+    };
+    let mut end = 0;
+    for slot in slots {
+        assert!(end <= slot.offset && slot.offset + slot.len <= target.len(), "slots overlap or leave their buffer");
+        end = slot.offset + slot.len;
+    }
+    let element_bytes = target.dtype().len_bytes();
+    if let Some(source) = source {
+        assert!(source.len() == target.len() && source.dtype() == target.dtype(), "buffers of different kinds");
+    }
+    let start = target.as_mut_ptr();
+    // Shared by threads, as pointers are not; only read.
+    let from = Target { kernel: (), start: source.map_or(start, |source| source.as_ptr().cast_mut()), element_bytes };
+    let target = Target { kernel: (kernels.scale)(target.dtype(), divide), start, element_bytes };
+    let work = |task: &Task| {
+        let (target, from) = (&target, &from);
+        let offset = (slots[task.job].offset + task.start) * element_bytes;
+        let (place, data) = (target.start.wrapping_add(offset), from.start.wrapping_add(offset));
+        // SAFETY: the slot lies within the target, and the source has the same size, both asserted above. The target is
+        // exclusively borrowed, and the source, where it is another, shared. Tasks don't overlap, since slots don't.
+        // Both are aligned as slots are. The kernel is of the level that dispatch found on this machine.
+        unsafe { (target.kernel)(place, data, task.len, factor) };
+        Finding { sum_of_squares: 0.0, finite: true }
+    };
+    let len_bytes = slots.iter().map(|slot| 2 * slot.len * element_bytes).sum();
+    parallel::run(tasks(slots.iter().map(|slot| slot.len)), len_bytes, work, |_, _| {});
+    Ok(())
+}
+
+fn finding(moments: &Moments) -> Finding {
+    Finding { sum_of_squares: moments.sum_of_squares(), finite: moments.finite() }
+}
+
+/// Calls `work` with runs of a chunk's elements, in logical order: where a run starts in the tensor, where its elements
+/// lie one after the other, and how many they are. All but the last run have whole blocks.
+fn each_run(source: &TensorView<'_>, task: &Task, mut work: impl FnMut(usize, *const u8, usize)) {
+    let element_bytes = source.dtype().len_bytes();
+    if let Some(data) = source.contiguous() {
+        return work(task.start, data.wrapping_add(task.start * element_bytes), task.len);
+    }
+    let mut stage = [MaybeUninit::<u64>::uninit(); STAGE_BYTES / 8];
+    let stage: *mut u8 = stage.as_mut_ptr().cast();
+    let capacity = STAGE_BYTES / element_bytes;
+    for done in (0..task.len).step_by(capacity) {
+        let (start, len) = (task.start + done, capacity.min(task.len - done));
+        // SAFETY: the integer has the size of the dtype, the stage has room for `capacity` of them and is aligned for
+        // the largest, and `start + len` is within the chunk, so within the tensor.
+        unsafe {
+            match element_bytes {
+                2 => source.gather(start, std::ptr::slice_from_raw_parts_mut(stage.cast::<u16>(), len)),
+                4 => source.gather(start, std::ptr::slice_from_raw_parts_mut(stage.cast::<u32>(), len)),
+                _ => source.gather(start, std::ptr::slice_from_raw_parts_mut(stage.cast::<u64>(), len)),
+            }
+        }
+        work(start, stage, len);
+    }
+}

@@ -1,0 +1,201 @@
+//! Every kernel on every level this machine has, against arithmetic written out element by element.
+
+use half::{bf16, f16};
+
+use super::body::Moments;
+use super::dispatch::{Kernels, SimdLevel};
+use super::scalar::{LANES, Scalar, Wide};
+use crate::dtype::Element;
+
+/// Numbers of every kind, and a few thousand ordinary ones.
+fn numbers(count: usize) -> Vec<f64> {
+    let special = [0.0, -0.0, 1e-45, -1e-41, 6e-8, f64::MIN_POSITIVE, 65504.0, 3e38, -1.5, 1.0 / 3.0];
+    let mut state = 1_u64;
+    let mut ordinary = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 11) as f64 / (1_u64 << 53) as f64 * 8.0 - 4.0
+    };
+    (0..count).map(|i| if i % 7 == 3 { special[i / 7 % special.len()] } else { ordinary() }).collect()
+}
+
+fn of<T: Scalar>(values: &[f64]) -> Vec<T> {
+    values.iter().map(|&value| T::from_f64(value)).collect()
+}
+
+/// Equal bits, or both NaN.
+fn assert_same<T: Scalar>(got: &[T], expected: &[T], what: &str) {
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let is_nan = |value: &T| value.widen().to_f64().is_nan();
+        let same = bytemuck::bytes_of(got) == bytemuck::bytes_of(expected) || (is_nan(got) && is_nan(expected));
+        assert!(same, "{what}, element {i}: {got:?} instead of {expected:?}");
+    }
+}
+
+/// What the sum of squares must be, in the order that is promised: lanes, then a tree over them.
+fn promised_sum_of_squares<S: Scalar>(source: &[S]) -> f64 {
+    let mut lanes = [0.0; LANES];
+    for (i, value) in source.iter().enumerate() {
+        let value = value.widen().to_f64();
+        lanes[i % LANES] += value * value;
+    }
+    for width in [8, 4, 2, 1] {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+    }
+    lanes[0]
+}
+
+fn each_level(mut test: impl FnMut(&'static Kernels, &str)) {
+    for &level in SimdLevel::ALL {
+        if let Some(kernels) = Kernels::of(level) {
+            test(kernels, level.name());
+        }
+    }
+}
+
+/// Lengths with every kind of tail, at every alignment of the source.
+const LENGTHS: [usize; 70] = {
+    let mut lengths = [4099; 70];
+    let mut i = 0;
+    while i < 68 {
+        lengths[i] = i;
+        i += 1;
+    }
+    lengths[68] = 1024;
+    lengths
+};
+
+fn check_add<S: Scalar, T: Scalar>() {
+    let (values, before) = (of::<S>(&numbers(5000)), of::<T>(&numbers(9000)[4000..]));
+    let widened = |value: S| T::Wide::of(value.widen());
+    each_level(|kernels, level| {
+        for len in LENGTHS {
+            for offset in 0..if len > 100 { 2 } else { 4 } {
+                for (write, norm, scale) in
+                    [(true, false, 1.0), (false, false, 1.0), (false, true, 0.3), (true, true, -7.1)]
+                {
+                    let source = &values[offset..offset + len];
+                    let scaled = T::Wide::of(scale);
+                    let expected: Vec<T> = source
+                        .iter()
+                        .zip(&before)
+                        .map(|(&value, &before)| {
+                            let term = widened(value).multiply(scaled);
+                            T::narrow(if write { term } else { before.widen().add(term) })
+                        })
+                        .collect();
+                    let mut target = before[..len].to_vec();
+                    let mut moments = Moments::new();
+                    let add = kernels.add(S::DTYPE, T::DTYPE, write, norm).unwrap();
+                    // SAFETY: both hold `len` elements of these dtypes and are different Vecs; the level is there.
+                    unsafe {
+                        add(target.as_mut_ptr().cast(), source.as_ptr().cast(), len, scale, &mut moments);
+                    }
+                    let what = format!("{level}: {} += {} × {scale}, len {len}, write {write}", T::DTYPE, S::DTYPE);
+                    assert_same(&target, &expected, &what);
+                    let finite = source.iter().all(|value| value.widen().to_f64().is_finite());
+                    assert_eq!(moments.finite(), finite, "{what}");
+                    if norm {
+                        let promised = promised_sum_of_squares(source);
+                        assert_eq!(moments.sum_of_squares().to_bits(), promised.to_bits(), "{what}");
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn add_is_two_roundings_in_every_pair_of_dtypes() {
+    check_add::<f16, f32>();
+    check_add::<bf16, f32>();
+    check_add::<f32, f32>();
+    check_add::<f64, f32>();
+    check_add::<f16, f64>();
+    check_add::<bf16, f64>();
+    check_add::<f32, f64>();
+    check_add::<f64, f64>();
+    check_add::<f16, f16>();
+    check_add::<bf16, bf16>();
+}
+
+fn check_finite<S: Scalar>() {
+    each_level(|kernels, level| {
+        for len in LENGTHS {
+            let mut values = of::<S>(&vec![1.0; len]);
+            for position in [0, len / 2, len.saturating_sub(1)] {
+                for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                    if len > 0 {
+                        values[position] = S::from_f64(bad);
+                    }
+                    for norm in [false, true] {
+                        let mut moments = Moments::new();
+                        let examine = (kernels.examine)(S::DTYPE, norm);
+                        // SAFETY: `values` holds `len` elements of this dtype; the level is there.
+                        unsafe { examine(values.as_ptr().cast(), len, &mut moments) };
+                        assert_eq!(moments.finite(), len == 0, "{level}, {} {bad} at {position} of {len}", S::DTYPE);
+                    }
+                    if len > 0 {
+                        values[position] = S::from_f64(1.0);
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn nothing_nonfinite_is_overlooked() {
+    check_finite::<f16>();
+    check_finite::<bf16>();
+    check_finite::<f32>();
+    check_finite::<f64>();
+}
+
+#[test]
+fn a_sum_of_squares_that_overflows_is_still_of_finite_numbers() {
+    each_level(|kernels, level| {
+        let (values, mut moments) = ([1e200_f64; 40], Moments::new());
+        // SAFETY: 40 elements of this dtype; the level is there.
+        unsafe { (kernels.examine)(f64::DTYPE, true)(values.as_ptr().cast(), 40, &mut moments) };
+        assert!(moments.finite() && moments.sum_of_squares() == f64::INFINITY, "{level}");
+    });
+}
+
+fn check_scale<T: Scalar>() {
+    let mut values = numbers(5000);
+    values[11] = f64::NAN;
+    values[12] = f64::NEG_INFINITY;
+    let values = of::<T>(&values);
+    each_level(|kernels, level| {
+        for len in LENGTHS {
+            for (divide, factor) in [(false, 1.0 / 3.0), (true, 49.0), (false, 0.0)] {
+                let apply = |value: &T| {
+                    let value = value.widen().to_f64();
+                    T::from_f64(if divide { value / factor } else { value * factor })
+                };
+                let expected: Vec<T> = values[..len].iter().map(apply).collect();
+                let what = format!("{level}: {} by {factor}, divided: {divide}, len {len}", T::DTYPE);
+                let (mut elsewhere, mut in_place) = (vec![T::from_f64(9.0); len], values[..len].to_vec());
+                let scale = (kernels.scale)(T::DTYPE, divide);
+                // SAFETY: all hold `len` elements of this dtype; the level is there.
+                unsafe {
+                    scale(elsewhere.as_mut_ptr().cast(), values.as_ptr().cast(), len, factor);
+                    let same = in_place.as_mut_ptr().cast();
+                    scale(same, same, len, factor);
+                }
+                assert_same(&elsewhere, &expected, &what);
+                assert_same(&in_place, &expected, &what);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_factor_is_applied_in_f64_and_rounded_once() {
+    check_scale::<f16>();
+    check_scale::<bf16>();
+    check_scale::<f32>();
+    check_scale::<f64>();
+}

@@ -1,0 +1,121 @@
+//! Sums in flat buffers in host memory.
+
+use std::sync::Arc;
+
+use super::{Closing, Report, Store};
+use crate::buffer::{Lease, Pool};
+use crate::dtype::DType;
+use crate::error::{Error, Result, TensorError};
+use crate::gradients::Gradients;
+use crate::kernels::{self, Job};
+use crate::param::{Layout, ParamSpec};
+use crate::view::TensorView;
+
+/// Sums in one flat buffer for each accumulation dtype.
+///
+/// Buffers are leased when the first gradient of a window arrives and leave with the window; they come back to be
+/// used again when the last who holds them lets go.
+pub struct FlatStore {
+    layout: Arc<Layout>,
+    /// What sums are kept in; None: what each parameter's dtype asks for.
+    dtype: Option<DType>,
+    buffers: Vec<Option<Lease>>,
+    pool: Arc<Pool>,
+}
+
+impl FlatStore {
+    /// An empty store that keeps all sums in one dtype, or each in [`DType::accumulation`] of its parameter's.
+    pub fn new(dtype: Option<DType>) -> Self {
+        Self { layout: Arc::default(), dtype, buffers: Vec::new(), pool: Pool::new() }
+    }
+
+    /// How many buffers were ever mapped. Stands still in a steady state.
+    pub fn mapped_buffers(&self) -> u64 {
+        self.pool.mapped()
+    }
+
+    fn lease(&mut self, buffer: usize) -> Result<()> {
+        let place = &mut self.buffers[buffer];
+        if place.is_none() {
+            *place = Some(self.pool.lease(buffer)?);
+        }
+        Ok(())
+    }
+}
+
+impl Store for FlatStore {
+    type Tensor<'a> = TensorView<'a>;
+    type Taken = Gradients;
+
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn register(&mut self, spec: ParamSpec) -> Result<usize> {
+        let accumulation = self.dtype.unwrap_or(spec.dtype.accumulation());
+        let buffers = &self.buffers;
+        let param = Arc::make_mut(&mut self.layout).push(spec, accumulation, |buffer| buffers[buffer].is_none())?;
+        self.buffers.resize_with(self.layout.buffers().len(), || None);
+        self.pool.follow(self.layout.buffers());
+        Ok(param)
+    }
+
+    fn check(&self, param: usize, gradient: &TensorView<'_>) -> Result<()> {
+        let spec = self.layout.spec(param);
+        if gradient.shape() != &spec.shape[..] {
+            let (expected, got) = (spec.shape.as_slice().into(), gradient.shape().into());
+            return Err(TensorError::Shape { expected, got }.of(&spec.name));
+        }
+        let accepted = self.layout.buffers()[self.layout.slot(param).buffer].dtype.accepts();
+        if !accepted.contains(&gradient.dtype()) {
+            let (accepted, got) = (DType::names(accepted), gradient.dtype().to_string());
+            return Err(TensorError::Dtype { accepted, got }.of(&spec.name));
+        }
+        Ok(())
+    }
+
+    fn examine(&self, batch: &[(usize, TensorView<'_>)], norm: bool) -> Result<Report> {
+        kernels::examine(&batch.iter().map(|(_, gradient)| gradient).collect::<Vec<_>>(), norm)
+    }
+
+    fn add(
+        &mut self,
+        batch: &[(usize, TensorView<'_>)],
+        scale: f64,
+        is_first: &dyn Fn(usize) -> bool,
+        norm: bool,
+    ) -> Result<Report> {
+        let mut jobs = Vec::with_capacity(batch.len());
+        for (param, gradient) in batch {
+            let slot = self.layout.slot(*param);
+            let dtype = self.layout.buffers()[slot.buffer].dtype;
+            if dtype != DType::F64 && !(scale as f32).is_finite() {
+                return Err(Error::argument("scale", format!("{scale} exceeds the largest number of {dtype} sums")));
+            }
+            self.lease(slot.buffer)?;
+            jobs.push(Job { source: gradient, slot, write: is_first(*param) });
+        }
+        for (param, _) in batch {
+            if let Some(buffer) = &mut self.buffers[self.layout.slot(*param).buffer] {
+                buffer.touch(*param);
+            }
+        }
+        kernels::add(&mut self.buffers, &jobs, scale, norm)
+    }
+
+    fn take(&mut self, closing: Closing) -> Result<Gradients> {
+        for buffer in 0..self.buffers.len() {
+            self.lease(buffer)?;
+        }
+        let mut buffers: Vec<Lease> = self.buffers.iter_mut().flat_map(Option::take).collect();
+        for &(param, _) in closing.seen.iter().filter(|(_, written)| !written) {
+            let slot = self.layout.slot(param);
+            buffers[slot.buffer].fill_zero(slot.offset..slot.offset + slot.len);
+        }
+        Ok(Gradients::new(Arc::clone(&self.layout), closing, buffers))
+    }
+
+    fn reset(&mut self) {
+        self.buffers.fill_with(|| None);
+    }
+}

@@ -1,0 +1,90 @@
+//! Where sums are kept.
+//!
+//! The type of the elements is erased here, once per buffer: whoever counts micro-batches needs to know neither dtypes
+//! nor devices.
+
+mod flat;
+
+pub use flat::FlatStore;
+
+use crate::error::Result;
+use crate::param::{Layout, ParamSpec};
+
+/// What was found out about the gradients of a micro-batch, before any scale.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Report {
+    /// The first gradient, by its place in the batch, that holds NaN or infinity.
+    pub first_nonfinite: Option<usize>,
+    /// Of all elements, in f64; 0 if it was not asked for.
+    pub sum_of_squares: f64,
+}
+
+/// What a window hands over with its sums.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Closing {
+    /// The parameters the window saw, ascending; and whether their sums were written, or are zero for never having
+    /// been.
+    pub seen: Vec<(usize, bool)>,
+    /// What the sums are to be divided by.
+    pub divisor: f64,
+    /// How many micro-batches were added.
+    pub count: u64,
+    /// Their weight.
+    pub weight: f64,
+    /// How many micro-batches were skipped for being non-finite.
+    pub rejected: u64,
+}
+
+/// The sums of a set of parameters. Parameters go by their number in the layout.
+///
+/// A batch is in ascending order of parameters, each at most once, and every entry of it has passed
+/// [`check`](Self::check).
+pub trait Store {
+    /// What a gradient is given as.
+    type Tensor<'a>;
+    /// What a closed window's sums are handed over as.
+    type Taken;
+
+    /// The parameters and where they lie.
+    fn layout(&self) -> &Layout;
+
+    /// Makes room for a parameter, moving nothing; returns its number.
+    ///
+    /// # Errors
+    /// If the id is known already, or there is no room.
+    fn register(&mut self, spec: ParamSpec) -> Result<usize>;
+
+    /// Whether a gradient can be added to a parameter. Reads no element.
+    ///
+    /// # Errors
+    /// Names the parameter, what was expected and what came.
+    fn check(&self, param: usize, gradient: &Self::Tensor<'_>) -> Result<()>;
+
+    /// Reads a batch and writes nothing. `norm` asks for the sum of squares.
+    ///
+    /// # Errors
+    /// Only if nothing can be read at all.
+    fn examine(&self, batch: &[(usize, Self::Tensor<'_>)], norm: bool) -> Result<Report>;
+
+    /// Adds `scale` times each gradient to its sum; where `is_first` says so, the sum is written instead, so that
+    /// nothing of an earlier window is left in it.
+    ///
+    /// # Errors
+    /// Before anything is written: if the scale is beyond the sums' range, or there is no memory.
+    fn add(
+        &mut self,
+        batch: &[(usize, Self::Tensor<'_>)],
+        scale: f64,
+        is_first: &dyn Fn(usize) -> bool,
+        norm: bool,
+    ) -> Result<Report>;
+
+    /// Hands the sums over, without touching those that were written, and starts with none.
+    ///
+    /// # Errors
+    /// If there is no memory; the sums are kept then.
+    fn take(&mut self, closing: Closing) -> Result<Self::Taken>;
+
+    /// Forgets the sums.
+    fn reset(&mut self);
+}

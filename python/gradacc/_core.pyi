@@ -1,0 +1,186 @@
+"""The engine. Its inside: use `gradacc`."""
+
+from collections.abc import Sequence
+from typing import Any, SupportsFloat, final
+
+import numpy as np
+import numpy.typing as npt
+
+from .accumulator import Table
+from .gradients import Id
+
+__all__ = [
+    "Accumulator",
+    "ArgumentError",
+    "DtypeError",
+    "GradaccError",
+    "Gradient",
+    "Gradients",
+    "Last",
+    "Memory",
+    "NonFiniteError",
+    "ShapeError",
+    "StateError",
+    "UnknownParameterError",
+    "WindowError",
+    "__version__",
+    "num_threads",
+    "set_num_threads",
+    "simd_level",
+]
+
+__version__: str
+
+def simd_level() -> str:
+    """The SIMD level in use: "scalar", "avx2" or "avx512". The environment variable GRADACC_SIMD forces one.
+
+    Raises:
+        ArgumentError: GRADACC_SIMD names a level that does not exist, or that this machine lacks.
+    """
+
+def num_threads() -> int:
+    """How many threads are used, the calling one included.
+
+    The cores this process may use, unless the environment variable GRADACC_NUM_THREADS or `set_num_threads` says
+    otherwise. No result depends on it.
+
+    Raises:
+        ArgumentError: GRADACC_NUM_THREADS is no whole number of at least 1.
+    """
+
+def set_num_threads(threads: int) -> None:
+    """Set how many threads are used in this process from now on, the calling one included.
+
+    Raises:
+        ArgumentError: The number is 0.
+    """
+
+class GradaccError(Exception):
+    """What gradacc refuses. A refused call has changed nothing, unless it says otherwise."""
+
+class ArgumentError(GradaccError, ValueError):
+    """An argument is out of its range."""
+
+class ShapeError(GradaccError, ValueError):
+    """A gradient has not its parameter's shape."""
+
+class DtypeError(GradaccError, TypeError):
+    """A gradient is no tensor, or of a dtype that its buffer does not take."""
+
+class UnknownParameterError(GradaccError, KeyError):
+    """No parameter of this id has been registered."""
+
+class WindowError(GradaccError, RuntimeError):
+    """The call does not fit the state of the window."""
+
+class NonFiniteError(GradaccError, ArithmeticError):
+    """A gradient holds NaN or infinity, and on_nonfinite is "raise"."""
+
+class StateError(GradaccError, ValueError):
+    """A state can't be loaded into this accumulator."""
+
+@final
+class Last:
+    """What is known of the last micro-batch."""
+
+    @property
+    def finite(self) -> bool: ...
+    @property
+    def norm(self) -> float | None: ...
+
+@final
+class Accumulator:
+    """Behind `gradacc.GradientAccumulator`."""
+
+    def __new__(
+        cls,
+        params: Sequence[tuple[Id, Sequence[int], str]],
+        *,
+        every: int | None,
+        reduction: str,
+        dtype: str | None,
+        on_nonfinite: str,
+        on_missing: str,
+        micro_norms: bool,
+    ) -> Accumulator: ...
+    def register(self, id: Id, shape: Sequence[int], dtype: str) -> None: ...
+    def add(self, grads: Table | Sequence[Any], weight: SupportsFloat, scale: SupportsFloat | None) -> bool: ...
+    def take(self) -> Gradients: ...
+    def reset(self) -> None: ...
+    @property
+    def ids(self) -> list[Id]: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def rejected(self) -> int: ...
+    @property
+    def complete(self) -> bool: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def every(self) -> int | None: ...
+    @property
+    def last(self) -> Last | None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def mapped_buffers(self) -> int: ...
+
+@final
+class Gradients:
+    """Behind `gradacc.Gradients`."""
+
+    @property
+    def ids(self) -> list[Id]: ...
+    @property
+    def known(self) -> list[Id]: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def rejected(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, key: object, /) -> bool: ...
+    def __getitem__(self, key: Id, /) -> Gradient: ...
+    def norm(self) -> float: ...
+    def clip_(self, max_norm: float) -> float: ...
+    def scale_(self, factor: float) -> None: ...
+    def flat(self) -> list[Memory]: ...
+
+@final
+class Gradient:
+    """The gradient of one parameter. Reads nothing until it is asked for its elements.
+
+    Every consumer gets the same memory, writable: `numpy.asarray`, and `from_dlpack` of NumPy, PyTorch and JAX. That
+    memory stays with whoever got it; it is not changed by a later window, nor by a later `scale_` or `clip_`.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype, such as "float32"."""
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]: ...
+
+@final
+class Memory:
+    """Memory that was handed over, for `numpy.asarray`."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+    def array(self) -> np.ndarray[Any, Any]: ...

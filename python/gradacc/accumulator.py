@@ -1,0 +1,244 @@
+"""`GradientAccumulator`: what a training loop calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, cast
+
+import numpy as np
+
+from . import _core
+from .gradients import Gradients, Id
+
+if TYPE_CHECKING:
+    from .torch import Module
+
+# A dict from str is no mapping from str or int to a type checker.
+Table: TypeAlias = Mapping[str, Any] | Mapping[int, Any] | Mapping[Id, Any]
+
+
+class GradientAccumulator:
+    """Adds the gradients of micro-batches up, and hands over their weighted mean.
+
+    With micro-batches of gradients g, weight w and scale s (by default s = w), a window gives the sum of s·g over the
+    sum of w: the gradient of the whole batch, if each loss is a mean over w samples or tokens. Sums are kept in flat
+    buffers of their own; 16-bit and 32-bit gradients are summed in float32, float64 in float64. A refused call changes
+    nothing. Safe to share between threads: each call is atomic.
+
+    Args:
+        params: What gradients are to come: a mapping from id (a `str` or an `int`) to an array or to a pair
+            `(shape, dtype)`, an iterable of such pairs of id and parameter, or a `torch.nn.Module`, of which those
+            parameters are taken that require grad. Arrays are only looked at; their values are never read.
+        every: How many micro-batches complete a window; None: the caller decides.
+        reduction: "mean" divides by the weight of the window, "sum" does not.
+        dtype: What sums are kept in, if not the default above: "float32" or "float64" take every dtype, "float16" and
+            "bfloat16" their own only.
+        on_nonfinite: "propagate" adds NaN and infinity like other numbers, "raise" refuses the micro-batch, "skip"
+            drops and counts it, and the window waits for one more. The last two read each gradient once more.
+        on_missing: "ignore" lets a micro-batch lack gradients; "error" refuses one that does.
+        micro_norms: Whether `last.norm` is found, in the pass that adds.
+
+    Raises:
+        ArgumentError: An option is out of its range, or an environment variable of gradacc is.
+        DtypeError: A parameter's dtype can't be summed.
+        GradaccError: An id is given twice.
+
+    Example:
+        >>> import gradacc, numpy as np
+        >>> acc = gradacc.GradientAccumulator({"w": ((2,), "float32")}, every=2)
+        >>> acc.add({"w": np.array([5, 1], "float32")}, weight=2)  # mean gradients over 2 tokens,
+        False
+        >>> acc.add({"w": np.array([0.25, 1], "float32")}, weight=8)  # and over 8
+        True
+        >>> acc.take().numpy()["w"]
+        array([1.2, 1. ], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        params: Table | Iterable[tuple[Id, Any]] | Module,
+        *,
+        every: SupportsIndex | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        dtype: Any = None,
+        on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
+        on_missing: Literal["ignore", "error"] = "ignore",
+        micro_norms: bool = False,
+    ) -> None:
+        self._core = _core.Accumulator(
+            [(_id(id), *_spec(id, like)) for id, like in _items(params)],
+            every=_every(every),
+            reduction=reduction,
+            dtype=None if dtype is None else _dtype_name(dtype),
+            on_nonfinite=on_nonfinite,
+            on_missing=on_missing,
+            micro_norms=micro_norms,
+        )
+
+    def add(
+        self,
+        grads: Table | Sequence[Any] | Module,
+        weight: SupportsFloat = 1.0,
+        *,
+        scale: SupportsFloat | None = None,
+    ) -> bool:
+        """Add the gradients of one micro-batch. Copies nothing, and keeps nothing of them.
+
+        Args:
+            grads: A mapping from id to gradient, a list or tuple with one entry per id in layout order, or a module
+                with gradients in `.grad`. An id that is absent, or None, contributes nothing. A gradient is a NumPy
+                array or scalar, or whatever has `__dlpack__`, in host memory, of exactly its parameter's shape, with
+                any strides. Gradients in a mapping or sequence are only read; a module's are consumed: each `.grad` is
+                set to None once the add has succeeded, so that it can't be added twice.
+            weight: What the micro-batch counts for in the divisor, such as its samples or tokens; at least 0.
+            scale: What its gradients are multiplied with; the weight by default. Pass 1 for the gradients of a sum
+                loss, `weight / loss_scale` for those of a scaled loss. At 0 they are not read at all.
+
+        Returns:
+            Whether the window is now complete.
+
+        Raises:
+            UnknownParameterError: An id was never registered.
+            ShapeError: A gradient has another shape than its parameter. Nothing broadcasts.
+            DtypeError: A gradient is no tensor, or of a dtype that its buffer does not take.
+            WindowError: The window was complete already.
+            NonFiniteError: A gradient holds NaN or infinity, and `on_nonfinite` is "raise".
+            ArgumentError: The weight or the scale is out of its range.
+            GradaccError: What else does not fit: a leaf that requires grad instead of its gradient, a sequence of
+                another length, a gradient missing where `on_missing` is "error", memory that is not the host's.
+        """
+        if hasattr(grads, "named_parameters"):
+            from .torch import add_module
+
+            return add_module(self, cast("Module", grads), weight, scale)
+        return self._core.add(grads, weight, scale)
+
+    def take(self) -> Gradients:
+        """Close the window and hand its gradients over; the next one opens.
+
+        Costs the same whatever the size: the buffers move to the result, and the next window writes into others.
+
+        Raises:
+            WindowError: The window is empty, or its weight is 0 though something was added and a mean is asked for. It
+                is kept then.
+        """
+        return Gradients(self._core.take())
+
+    def reset(self) -> None:
+        """Forget what this window holds. It stays the same window, and is empty."""
+        self._core.reset()
+
+    def register(self, id: Id, like: Any) -> None:
+        """Register one more parameter, also within a window. Nothing moves.
+
+        Args:
+            id: Its id.
+            like: An array, which is only looked at, or a pair `(shape, dtype)`.
+
+        Raises:
+            GradaccError: The id is registered already.
+            DtypeError: Its dtype can't be summed.
+        """
+        self._core.register(_id(id), *_spec(id, like))
+
+    @property
+    def ids(self) -> list[Id]:
+        """The ids in layout order: the order they were registered in."""
+        return self._core.ids
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches this window holds."""
+        return self._core.count
+
+    @property
+    def weight(self) -> float:
+        """The weight of this window so far."""
+        return self._core.weight
+
+    @property
+    def rejected(self) -> int:
+        """How many micro-batches of this window were skipped for being non-finite."""
+        return self._core.rejected
+
+    @property
+    def complete(self) -> bool:
+        """Whether this window has all its micro-batches."""
+        return self._core.complete
+
+    @property
+    def window(self) -> int:
+        """How many windows were taken before this one."""
+        return self._core.window
+
+    @property
+    def every(self) -> int | None:
+        """How many micro-batches this window is to have; None if the caller decides."""
+        return self._core.every
+
+    @property
+    def nbytes(self) -> int:
+        """The size of a window's sums in bytes, padding included. Memory is used only where gradients arrive."""
+        return self._core.nbytes
+
+    @property
+    def last(self) -> _core.Last | None:
+        """Of the last micro-batch: whether it was `finite`, and with `micro_norms` its `norm` as it was given.
+
+        Also of one that was skipped. None before the first.
+        """
+        return self._core.last
+
+    def __repr__(self) -> str:
+        of = "" if self.every is None else f" of {self.every}"
+        return f"GradientAccumulator({len(self.ids)} parameters, {self.count}{of} micro-batches)"
+
+
+def _items(params: Table | Iterable[tuple[Id, Any]] | Module) -> Iterable[tuple[Id, Any]]:
+    if isinstance(params, Mapping):
+        return params.items()
+    if hasattr(params, "named_parameters"):
+        return [(name, parameter) for name, parameter in params.named_parameters() if parameter.requires_grad]
+    return params
+
+
+def _id(id: Id) -> Id:
+    if isinstance(id, str) or (isinstance(id, int) and not isinstance(id, bool)):
+        return id
+    raise _core.ArgumentError(f"id: expected a str or an int, got {id!r}")
+
+
+def _spec(id: Id, like: Any) -> tuple[list[int], str]:
+    """Shape and dtype of a parameter."""
+    try:
+        shape, dtype = like if isinstance(like, tuple) else (like.shape, like.dtype)
+        sizes = [operator.index(size) for size in shape]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _core.DtypeError(f"parameter {id}: expected an array or a pair (shape, dtype), got {like!r}") from error
+    if any(size < 0 for size in sizes):
+        raise _core.ArgumentError(f"parameter {id}: expected sizes of at least 0, got {tuple(sizes)}")
+    return sizes, _dtype_name(dtype)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name that NumPy and PyTorch give a dtype, whichever of them it is from."""
+    name = str(dtype)
+    if name.startswith("torch."):
+        return name.removeprefix("torch.")
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:  # NumPy does not know bfloat16
+        return name
+
+
+def _every(every: SupportsIndex | None) -> int | None:
+    if every is None:
+        return None
+    try:
+        length = -1 if isinstance(every, bool) else operator.index(every)
+    except TypeError:
+        length = -1
+    if length < 1:
+        raise _core.ArgumentError(f"every: expected a whole number of at least 1, or None, got {every!r}")
+    return length

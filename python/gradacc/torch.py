@@ -1,0 +1,39 @@
+"""PyTorch: modules, tensors, and hand-over to an optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+if TYPE_CHECKING:
+    from .accumulator import GradientAccumulator
+    from .gradients import Gradients
+
+Module: TypeAlias = torch.nn.Module
+
+
+def add_module(acc: GradientAccumulator, module: Module, weight: SupportsFloat, scale: SupportsFloat | None) -> bool:
+    """Add the gradients in `.grad` of a module's parameters, and once that has succeeded set each `.grad` to None."""
+    parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
+    complete = acc.add({name: parameter.grad for name, parameter in parameters}, weight, scale=scale)
+    for _, parameter in parameters:
+        parameter.grad = None
+    return complete
+
+
+def to_torch(grads: Gradients) -> dict[Any, torch.Tensor]:
+    """Tensors that alias the memory of the gradients."""
+    return {id: from_dlpack(gradient) for id, gradient in grads.items()}
+
+
+def assign_to(grads: Gradients, module: Module) -> None:
+    """See `Gradients.assign_to`."""
+    known = set(grads._core.known)
+    for name, parameter in module.named_parameters():
+        if name in grads:
+            tensor: torch.Tensor = from_dlpack(grads[name])
+            parameter.grad = tensor.to(device=parameter.device, dtype=parameter.dtype)
+        elif name in known:
+            parameter.grad = None

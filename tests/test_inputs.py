@@ -1,0 +1,220 @@
+"""Gradients in every form they may come in: arrays, DLPack of both kinds, mappings and sequences."""
+
+import collections
+import gc
+import sys
+import types
+
+import gradacc
+import ml_dtypes
+import numpy as np
+import producer
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from producer import Producer, alive, capsule
+
+BASE = np.arange(1.0, 121.0, dtype=np.float32)
+
+VIEWS = {
+    "contiguous": BASE.reshape(4, 30),
+    "transposed": BASE.reshape(4, 5, 6).transpose(2, 0, 1),
+    "columns": BASE.reshape(10, 12)[:, 1::3],
+    "backwards": BASE[::-2],
+    "expanded": np.broadcast_to(BASE[:3, None], (3, 4)),
+    "no dimensions": BASE[7:8].reshape(()),
+    "zero size": np.zeros((4, 0), np.float32),
+    "not aligned": np.frombuffer(b"?" + BASE.tobytes(), np.float32, offset=1),
+    "numpy scalar": np.float32(2.5),
+    "float16": BASE.reshape(4, 30).astype(np.float16).T,
+    "float64": BASE.reshape(4, 30).astype(np.float64).T,
+    "bfloat16": BASE.reshape(4, 30).astype(ml_dtypes.bfloat16).T,
+}
+
+
+@pytest.mark.parametrize("g", VIEWS.values(), ids=VIEWS)
+def test_numpy_arrays_are_read_in_logical_order(g):
+    acc = gradacc.GradientAccumulator({"w": g})
+    acc.add({"w": g})
+    acc.add({"w": g}, scale=2)
+    result = acc.take().numpy()["w"]
+    assert result.shape == np.shape(g)
+    np.testing.assert_array_equal(result, (np.asarray(g, np.float64) * 1.5).astype(result.dtype))
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=4).map(tuple),
+    order=st.randoms(use_true_random=False),
+    flips=st.lists(st.booleans(), min_size=4, max_size=4),
+    steps=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_strides(shape, order, flips, steps):
+    axes = list(range(len(shape)))
+    order.shuffle(axes)
+    space = np.random.default_rng(0).normal(size=[shape[axis] * steps[axis] for axis in axes]).astype(np.float32)
+    g = space[tuple(slice(None, None, steps[axis]) for axis in axes)].transpose(np.argsort(axes))
+    g = g[tuple(slice(None, None, -1 if flip else 1) for flip, _ in zip(flips, shape, strict=False))]
+    assert g.shape == shape
+    acc = gradacc.GradientAccumulator({"w": (shape, "float32")})
+    acc.add({"w": g})
+    np.testing.assert_array_equal(acc.take().numpy()["w"], g)
+
+
+def test_large_tensors_of_every_layout():
+    """More than one chunk, with an odd end, on more than one thread."""
+    n = 2**20 + 3
+    g = np.arange(n, dtype=np.float32) % 1024
+    wide = g[: n // 3 * 3].reshape(-1, 3)
+    acc = gradacc.GradientAccumulator({"g": g, "t": wide.T})
+    for weight in (1, 3):
+        acc.add({"g": g, "t": wide.T}, weight)
+    grads = acc.take()
+    np.testing.assert_array_equal(grads.numpy()["g"], g)
+    np.testing.assert_array_equal(grads.numpy()["t"], wide.T)
+    squares = np.sum(g.astype(np.float64) ** 2) + np.sum(wide.astype(np.float64) ** 2)
+    assert grads.norm() == pytest.approx(np.sqrt(squares), rel=1e-12)
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+@pytest.mark.parametrize("form", ["capsule", "producer"])
+def test_dlpack_of_both_kinds(form, versioned):
+    def given(array, **options):
+        make = capsule if form == "capsule" else Producer
+        return make(array, versioned=versioned, **options)
+
+    acc = gradacc.GradientAccumulator({"f": ((3, 2), "float32"), "b": ((4,), "bfloat16")})
+    array = np.arange(6, dtype=np.float32)
+    acc.add({"f": given(array, shape=(3, 2), strides=(1, 3)), "b": given(producer.bf16_bits([1, -2, 0.5, 3]), code=4)})
+    assert alive == {}
+    grads = acc.take().numpy()
+    np.testing.assert_array_equal(grads["f"], array.reshape(2, 3).T)
+    assert grads["b"].tolist() == [1.0, -2.0, 0.5, 3.0]
+
+
+REFUSED = {
+    "another device": (gradacc.GradaccError, "device", {"device": 2}),
+    "dtype": (gradacc.DtypeError, "int32", {"code": producer.INT}),
+    "bits": (gradacc.DtypeError, "float8", {"bits": 8}),
+    "shape": (gradacc.ShapeError, r"\(2, 1\)", {"shape": (2, 1)}),
+    "negative size": (gradacc.GradaccError, "negative size", {"shape": (-2,)}),
+    "negative rank": (gradacc.GradaccError, "negative number", {"ndim": -1}),
+    "another major version": (gradacc.GradaccError, "DLPack 1", {"major": 2}),
+}
+
+
+@pytest.mark.parametrize(("error", "message", "options"), REFUSED.values(), ids=REFUSED)
+def test_refused_capsules_are_released(error, message, options):
+    acc = gradacc.GradientAccumulator({"layer.weight": ((2,), "float32")})
+    with pytest.raises(error, match=f"layer.weight.*{message}"):
+        acc.add({"layer.weight": capsule(np.ones(2, np.float32), versioned=True, **options)})
+    assert alive == {}
+    assert acc.count == 0
+
+
+def test_capsule_is_consumed_once():
+    acc, once = gradacc.GradientAccumulator({"w": ((2,), "float32")}), capsule(np.ones(2, np.float32), versioned=True)
+    acc.add({"w": once})
+    with pytest.raises(gradacc.GradaccError, match=r"w.*consumed before"):
+        acc.add({"w": once})
+    assert acc.count == 1
+
+
+class Failing:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __dlpack__(self, **_):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_producer_that_fails():
+    acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
+    with pytest.raises(gradacc.GradaccError, match=r"w.*on purpose") as caught:
+        acc.add({"w": Failing(BufferError("on purpose"))})
+    assert isinstance(caught.value.__cause__, BufferError)
+    with pytest.raises(gradacc.GradaccError, match=r"w.*returned int"):
+        acc.add({"w": Failing(7)})
+
+
+def test_producer_that_calls_back():
+    """No lock is held while it runs."""
+
+    class Curious(Producer):
+        def __dlpack__(self, **options):
+            assert acc.count == 0
+            acc.add({"w": self.array})
+            return super().__dlpack__(**options)
+
+    acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
+    acc.add({"w": Curious(np.ones(2, np.float32))})
+    assert acc.count == 2
+
+
+@pytest.mark.parametrize(
+    "array",
+    [BASE.astype(">f4" if sys.byteorder == "little" else "<f4"), BASE.astype(np.longdouble), BASE.astype(object)],
+    ids=["foreign byte order", "extended precision", "objects"],
+)
+def test_numpy_dtypes_that_are_refused(array):
+    acc = gradacc.GradientAccumulator({"w": ((120,), "float32")})
+    with pytest.raises(gradacc.DtypeError, match=r"w.*float32.*got"):
+        acc.add({"w": array})
+
+
+def test_packed_record_is_refused_with_advice():
+    field = np.array([(0, x) for x in BASE], [("tag", "u1"), ("x", "f4")])["x"]
+    acc = gradacc.GradientAccumulator({"w": ((120,), "float32")})
+    with pytest.raises(gradacc.GradaccError, match="ascontiguousarray"):
+        acc.add({"w": field})
+    acc.add({"w": np.ascontiguousarray(field)})
+    np.testing.assert_array_equal(acc.take().numpy()["w"], BASE)
+
+
+MAPPINGS = [
+    dict,
+    collections.OrderedDict,
+    types.MappingProxyType,
+    collections.ChainMap,
+    lambda mapping: dict(reversed(mapping.items())),
+    lambda mapping: list(mapping.values()),
+    lambda mapping: tuple(mapping.values()),
+]
+
+
+@pytest.mark.parametrize("make", MAPPINGS)
+def test_mappings_and_sequences(make):
+    acc = gradacc.GradientAccumulator([("z", BASE[:2]), (3, BASE[:1])])
+    acc.add(make({"z": BASE[:2], 3: BASE[4:5]}))
+    grads = acc.take().numpy()
+    assert {id: array.tolist() for id, array in grads.items()} == {"z": [1.0, 2.0], 3: [5.0]}
+
+
+def test_gradients_are_only_read_and_not_kept():
+    g = BASE[:3].copy()
+    g.flags.writeable = False
+    before = sys.getrefcount(g)
+    acc = gradacc.GradientAccumulator({"w": g})
+    acc.add({"w": g}, 3)
+    gc.collect()
+    assert sys.getrefcount(g) == before
+    assert acc.take().numpy()["w"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_gradients_of_a_window_are_a_micro_batch():
+    inner, outer = (gradacc.GradientAccumulator({"w": ((2,), "float32")}) for _ in range(2))
+    for values in ([1.0, 1.0], [3.0, 5.0, 7.0]):
+        for value in values:
+            inner.add({"w": np.full(2, value, np.float32)})
+        grads = inner.take()
+        outer.add(grads, grads.weight)
+    assert outer.take().numpy()["w"].tolist() == np.full(2, 3.4, np.float32).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float64", np.float64, np.dtype(np.float64), "f8", "d"], ids=str)
+def test_dtypes_by_any_name(dtype):
+    acc = gradacc.GradientAccumulator({"w": ((2,), dtype)})
+    acc.add({"w": np.ones(2)})
+    assert acc.take()["w"].dtype == "float64"

@@ -1,0 +1,115 @@
+"""The package itself: what it imports, what its environment variables do, and that what its documents say runs."""
+
+import doctest
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import gradacc
+import gradacc.accumulator
+import gradacc.gradients
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_no_framework_is_imported():
+    done = python("""
+import sys, gradacc, numpy as np
+acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
+acc.add({"w": np.ones(2, np.float32)})
+acc.take().numpy()
+print(*{"torch", "jax", "lightning", "optax", "ml_dtypes", "brainpy"} & set(sys.modules))
+""")
+    assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+def test_a_framework_that_is_not_installed_is_named():
+    done = python("""
+import sys
+sys.modules["torch"] = None
+import gradacc, numpy as np
+acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
+acc.add({"w": np.ones(2, np.float32)})
+acc.take().torch()
+""")
+    assert "import of torch halted" in done.stderr
+
+
+def test_simd_level_can_be_forced():
+    done = python(
+        "import gradacc; print(gradacc.simd_level(), gradacc.num_threads())",
+        GRADACC_SIMD="scalar",
+        GRADACC_NUM_THREADS="3",
+    )
+    assert done.stdout.split() == ["scalar", "3"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("GRADACC_SIMD", "sse9"), ("GRADACC_NUM_THREADS", "0")])
+def test_wrong_environment_variable_is_a_clear_error(variable, value):
+    done = python('import gradacc; gradacc.GradientAccumulator({"w": ((2,), "float32")})', **{variable: value})
+    assert f"gradacc.ArgumentError: {variable}: " in done.stderr
+    assert value in done.stderr
+
+
+def test_set_num_threads():
+    before = gradacc.num_threads()
+    gradacc.set_num_threads(3)
+    assert gradacc.num_threads() == 3
+    gradacc.set_num_threads(before)
+    with pytest.raises(gradacc.ArgumentError, match="num_threads"):
+        gradacc.set_num_threads(0)
+
+
+def test_command_line():
+    done = subprocess.run([sys.executable, "-m", "gradacc"], capture_output=True, text=True, check=True, timeout=60)
+    assert gradacc.__version__ in done.stdout
+    assert gradacc.simd_level() in done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forked_child():
+    """The parent's threads exist, and the child has none of them."""
+    done = python("""
+import os, signal, gradacc, numpy as np
+g = np.ones(2**20, np.float32)
+acc = gradacc.GradientAccumulator({"w": g})
+acc.add({"w": g})
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    acc.add({"w": 3 * g})
+    os._exit(0 if (acc.take().numpy()["w"] == 2).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+acc.add({"w": 5 * g})
+assert (acc.take().numpy()["w"] == 3).all()
+""")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("module", [gradacc.accumulator, gradacc.gradients])
+def test_examples_in_docstrings(module):
+    failed, tried = doctest.testmod(module)
+    assert failed == 0
+    assert tried or module is gradacc.gradients
+
+
+def test_examples_in_the_readme(monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    monkeypatch.chdir(ROOT)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})

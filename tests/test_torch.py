@@ -1,0 +1,140 @@
+"""PyTorch: tensors, modules, and hand-over to an optimizer."""
+
+import gradacc
+import pytest
+import torch
+from torch import nn
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss(net, x, y):
+    return nn.functional.mse_loss(net(x), y)
+
+
+@pytest.mark.parametrize("split", [[12], [6, 6], [7, 1, 4]], ids=str)
+def test_micro_batches_are_the_full_batch(split):
+    net, x, y = network(), torch.randn(12, 5), torch.randn(12, 2)
+    expected = torch.autograd.grad(loss(net, x, y), list(net.parameters()))
+    acc = gradacc.GradientAccumulator(net, every=len(split))
+    for xs, ys in zip(x.split(split), y.split(split), strict=True):
+        loss(net, xs, ys).backward()
+        complete = acc.add(net, weight=len(xs))
+        assert all(p.grad is None for p in net.parameters())
+    assert complete
+    acc.take().assign_to(net)
+    for p, gradient in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_dtype_and_stride(dtype):
+    base = torch.arange(1.0, 121.0).to(dtype)
+    views = [base, base.view(4, 30).T, base.view(4, 5, 6).permute(2, 0, 1), base[::7], base[:3, None].expand(3, 4)]
+    acc = gradacc.GradientAccumulator(enumerate(views))
+    acc.add(views)
+    acc.add(views, 3)
+    for result, g in zip(acc.take().torch().values(), views, strict=True):
+        assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert torch.equal(result, g.to(result.dtype))
+
+
+def test_sign_that_is_still_to_be_applied():
+    g = torch._neg_view(torch.ones(3))
+    assert g.is_neg()
+    acc = gradacc.GradientAccumulator({"w": g})
+    acc.add({"w": g})
+    assert acc.take().torch()["w"].tolist() == [-1.0, -1.0, -1.0]
+
+
+def test_leaf_that_requires_grad_is_refused_by_name():
+    p = nn.Parameter(torch.ones(3))
+    acc = gradacc.GradientAccumulator({"layer.weight": p})
+    with pytest.raises(gradacc.GradaccError, match=r"layer\.weight.*\.grad"):
+        acc.add({"layer.weight": p})
+    assert acc.count == 0
+
+
+def test_gradient_with_a_graph_is_detached():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    acc = gradacc.GradientAccumulator({"x": x})
+    acc.add({"x": g})
+    result = acc.take().torch()["x"]
+    assert result.tolist() == [3.0, 12.0]
+    assert not result.requires_grad
+
+
+def test_refused_add_does_not_consume():
+    net = network()
+    acc = gradacc.GradientAccumulator(net)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(gradacc.ArgumentError):
+        acc.add(net, weight=-1)
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_frozen_parameters_and_tied_ones():
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    net[1].bias.requires_grad_(False)
+    acc = gradacc.GradientAccumulator(net)
+    assert acc.ids == ["0.weight"]
+    net(torch.ones(2, 3)).sum().backward()
+    expected = net[0].weight.grad.clone()
+    acc.add(net)
+    acc.take().assign_to(net)
+    assert torch.equal(net[1].weight.grad, expected)
+    assert net[1].bias.grad is None
+
+
+def test_assign_to_clears_what_the_window_did_not_see_and_leaves_the_unknown():
+    net = network()
+    acc = gradacc.GradientAccumulator({"0.weight": net[0].weight, "0.bias": net[0].bias})
+    for p in net.parameters():
+        p.grad = torch.full_like(p, 9.0)
+    acc.add({"0.weight": torch.ones(8, 5)})
+    grads = acc.take()
+    grads.assign_to(net)
+    assert net[0].weight.grad.data_ptr() == grads.torch()["0.weight"].data_ptr()
+    assert net[0].bias.grad is None
+    assert (net[2].weight.grad == 9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_assign_to_rounds_to_the_parameters_dtype(dtype):
+    net, unit = nn.Linear(2, 2).to(dtype), torch.finfo(dtype).eps
+    acc = gradacc.GradientAccumulator(net)
+    for value in (1 + unit, 1 + 2 * unit):
+        for p in net.parameters():
+            p.grad = torch.full_like(p, value)
+        acc.add(net)
+    acc.take().assign_to(net)
+    for p in net.parameters():
+        assert p.grad.dtype == dtype
+        assert (p.grad.double() == 1 + 2 * unit).all()  # a tie, to even
+    torch.optim.AdamW(net.parameters()).step()
+
+
+def test_weight_may_be_a_tensor():
+    acc = gradacc.GradientAccumulator({"w": torch.zeros(2)})
+    acc.add({"w": torch.ones(2)}, torch.tensor([True, True, False]).sum(), scale=torch.tensor(1.0))
+    assert acc.weight == 2.0
+
+
+def test_clipping_is_torchs():
+    gradients = {"a": torch.randn(7, 3), "b": torch.randn(5)}
+    parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients.values()]
+    for p, g in zip(parameters, gradients.values(), strict=True):
+        p.grad = g.clone()
+    norm = nn.utils.clip_grad_norm_(parameters, 0.3)
+    acc = gradacc.GradientAccumulator(gradients)
+    acc.add(gradients)
+    grads = acc.take()
+    assert grads.clip_(0.3) == pytest.approx(norm.item(), rel=1e-6)
+    for p, result in zip(parameters, grads.torch().values(), strict=True):
+        torch.testing.assert_close(result, p.grad, rtol=1e-6, atol=0)

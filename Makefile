@@ -42,6 +42,7 @@ docs: $(VENV)/.develop
 develop: $(VENV)/.develop
 
 accept: $(VENV)/.develop
+	@[ -x ../shared/accept/run ] || { echo "the acceptance suite is not there: ../shared/accept" >&2; exit 1; }
 	../shared/accept/run $(BIN)/python $(ACCEPT)
 
 clean:

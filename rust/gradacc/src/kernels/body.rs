@@ -3,16 +3,18 @@
 use super::isa::Isa;
 use super::scalar::{LANES, Scalar, Wide};
 
-/// What is found out about the elements of a chunk while they are read.
-pub(super) struct Moments {
-    /// Sums of squares, element i in lane i % LANES.
-    squares: [f64; LANES],
+/// What is found out about the elements of a chunk while they are read. A chunk may be read by several calls: all but
+/// the last of them read a multiple of LANES elements.
+pub(super) struct Moments<'a> {
+    /// Sums of squares, element i in lane i % LANES; empty if they are not asked for.
+    squares: &'a mut [f64],
     finite: bool,
 }
 
-impl Moments {
-    pub(super) fn new() -> Self {
-        Self { squares: [0.0; LANES], finite: true }
+impl<'a> Moments<'a> {
+    /// `squares` is LANES zeros, or nothing.
+    pub(super) fn new(squares: &'a mut [f64]) -> Self {
+        Self { squares, finite: true }
     }
 
     pub(super) fn finite(&self) -> bool {
@@ -20,58 +22,20 @@ impl Moments {
     }
 
     /// Adds the lanes up, always in this order.
-    pub(super) fn sum_of_squares(&self) -> f64 {
+    pub(super) fn sum_of_squares(self) -> f64 {
         let mut lanes = self.squares;
-        let mut width = LANES / 2;
-        while width > 0 {
-            for i in 0..width {
-                lanes[i] += lanes[i + width];
-            }
-            width /= 2;
+        while lanes.len() > 1 {
+            let (lower, upper) = lanes.split_at_mut(lanes.len() / 2);
+            lower.iter_mut().zip(upper).for_each(|(lower, upper)| *lower += *upper);
+            lanes = lower;
         }
-        lanes[0]
+        lanes.first().copied().unwrap_or(0.0)
     }
 }
 
-/// Running moments of elements of type S, in registers.
-struct Running<S: Scalar, const NORM: bool> {
-    squares: [f64; LANES],
-    largest: [S::Bits; LANES],
-}
-
-impl<S: Scalar, const NORM: bool> Running<S, NORM> {
-    #[inline(always)]
-    fn resume(moments: &Moments) -> Self {
-        Self { squares: moments.squares, largest: [S::ZERO; LANES] }
-    }
-
-    #[inline(always)]
-    fn see_block(&mut self, source: &[S; LANES], wide: &[S::Wide; LANES]) {
-        for lane in 0..LANES {
-            self.largest[lane] = self.largest[lane].max(source[lane].magnitude());
-            if NORM {
-                let value = wide[lane].to_f64();
-                self.squares[lane] += value * value;
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn see(&mut self, lane: usize, source: S) {
-        self.largest[lane] = self.largest[lane].max(source.magnitude());
-        if NORM {
-            let value = source.widen().to_f64();
-            self.squares[lane] += value * value;
-        }
-    }
-
-    #[inline(always)]
-    fn store(self, moments: &mut Moments) {
-        moments.finite &= self.largest.iter().all(|&largest| largest < S::INFINITE);
-        if NORM {
-            moments.squares = self.squares;
-        }
-    }
+/// How many elements a loop may run over.
+fn run_of<S: Scalar, const NORM: bool>(len: usize) -> usize {
+    if NORM || S::IS_STAGED { LANES } else { len.max(1) }
 }
 
 /// `target = source * scale`, or `target += source * scale`: the scale rounded to the sum's type once, multiplication
@@ -79,80 +43,68 @@ impl<S: Scalar, const NORM: bool> Running<S, NORM> {
 ///
 /// # Safety
 /// `source` is readable and `target` writable (readable too, unless WRITE) for `len` elements; `target` is aligned,
-/// `source` need not be. They do not overlap. All but the last call on one chunk have a `len` that is a multiple of
-/// LANES. The machine has the instruction set I.
+/// `source` need not be. They do not overlap. The machine has the instruction set I.
 #[inline(always)]
 pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const WRITE: bool, const NORM: bool>(
     target: *mut u8,
     source: *const u8,
     len: usize,
     scale: f64,
-    moments: &mut Moments,
+    moments: &mut Moments<'_>,
 ) {
-    let (target, source) = (target.cast::<T>(), source.cast::<S>());
     let scale = T::Wide::of(scale);
-    let mut running = Running::<S, NORM>::resume(moments);
-    let whole = len - len % LANES;
-    let mut i = 0;
-    while i < whole {
-        // SAFETY: `i + LANES <= len`, and the rest is this function's contract.
+    let mut stage = [S::Wide::of(0.0); LANES];
+    let mut largest = S::Wide::ZERO;
+    let run = run_of::<S, NORM>(len);
+    for start in (0..len).step_by(run) {
+        let len = run.min(len - start);
+        // SAFETY: `start + len` is within the length, and the rest is this function's contract.
         unsafe {
-            let block = source.add(i).cast::<[S; LANES]>().read_unaligned();
-            let wide = S::widen_block::<I>(block);
-            running.see_block(&block, &wide);
-            let place = target.add(i).cast::<[T; LANES]>();
-            let mut sums = wide.map(|value| T::Wide::of(value).multiply(scale));
-            if !WRITE {
-                let before = T::widen_block::<I>(place.read());
-                for lane in 0..LANES {
-                    sums[lane] = before[lane].add(sums[lane]);
+            let target = target.cast::<T>().add(start);
+            let source = S::stage::<I>(source.cast::<S>().add(start), len, &mut stage);
+            for i in 0..len {
+                let value = source.add(i).read_unaligned().widen();
+                largest = largest.max(value.magnitude());
+                if NORM {
+                    *moments.squares.get_unchecked_mut(i) += value.to_f64() * value.to_f64();
                 }
+                let term = T::Wide::of(value).multiply(scale);
+                let sum = if WRITE { term } else { target.add(i).read().widen().add(term) };
+                target.add(i).write(T::narrow(sum));
             }
-            place.write(T::narrow_block::<I>(sums));
         }
-        i += LANES;
     }
-    while i < len {
-        // SAFETY: `i < len`, and the rest is this function's contract.
-        unsafe {
-            let value = source.add(i).read_unaligned();
-            running.see(i % LANES, value);
-            let term = T::Wide::of(value.widen()).multiply(scale);
-            let sum = if WRITE { term } else { target.add(i).read().widen().add(term) };
-            target.add(i).write(T::narrow(sum));
-        }
-        i += 1;
-    }
-    running.store(moments);
+    moments.finite &= largest < S::Wide::INFINITE;
 }
 
 /// Reads only: finds the moments.
 ///
 /// # Safety
-/// `source` is readable for `len` elements. All but the last call on one chunk have a `len` that is a multiple of
-/// LANES. The machine has the instruction set I.
+/// `source` is readable for `len` elements. The machine has the instruction set I.
 #[inline(always)]
 pub(super) unsafe fn examine<I: Isa, S: Scalar, const NORM: bool>(
     source: *const u8,
     len: usize,
-    moments: &mut Moments,
+    moments: &mut Moments<'_>,
 ) {
-    let source = source.cast::<S>();
-    let mut running = Running::<S, NORM>::resume(moments);
-    let whole = len - len % LANES;
-    let mut i = 0;
-    while i < whole {
-        // SAFETY: `i + LANES <= len`, and the rest is this function's contract.
-        let block = unsafe { source.add(i).cast::<[S; LANES]>().read_unaligned() };
-        running.see_block(&block, &S::widen_block::<I>(block));
-        i += LANES;
+    let mut stage = [S::Wide::of(0.0); LANES];
+    let mut largest = S::Wide::ZERO;
+    let run = run_of::<S, NORM>(len);
+    for start in (0..len).step_by(run) {
+        let len = run.min(len - start);
+        // SAFETY: `start + len` is within the length, and the rest is this function's contract.
+        unsafe {
+            let source = S::stage::<I>(source.cast::<S>().add(start), len, &mut stage);
+            for i in 0..len {
+                let value = source.add(i).read_unaligned().widen();
+                largest = largest.max(value.magnitude());
+                if NORM {
+                    *moments.squares.get_unchecked_mut(i) += value.to_f64() * value.to_f64();
+                }
+            }
+        }
     }
-    while i < len {
-        // SAFETY: `i < len`, and the rest is this function's contract.
-        running.see(i % LANES, unsafe { source.add(i).read_unaligned() });
-        i += 1;
-    }
-    running.store(moments);
+    moments.finite &= largest < S::Wide::INFINITE;
 }
 
 /// `target = source * factor`, or `source / factor`, computed in f64 and rounded once.

@@ -41,9 +41,9 @@ impl SimdLevel {
 }
 
 /// See [`body::add`].
-pub(super) type Add = unsafe fn(*mut u8, *const u8, usize, f64, &mut Moments);
+pub(super) type Add = unsafe fn(*mut u8, *const u8, usize, f64, &mut Moments<'_>);
 /// See [`body::examine`].
-pub(super) type Examine = unsafe fn(*const u8, usize, &mut Moments);
+pub(super) type Examine = unsafe fn(*const u8, usize, &mut Moments<'_>);
 /// See [`body::scale`].
 pub(super) type Scale = unsafe fn(*mut u8, *const u8, usize, f64);
 
@@ -134,7 +134,7 @@ macro_rules! level {
                 source: *const u8,
                 len: usize,
                 scale: f64,
-                moments: &mut Moments,
+                moments: &mut Moments<'_>,
             ) {
                 // SAFETY: the caller's contract is the same.
                 unsafe { body::add::<$isa, S, T, WRITE, NORM>(target, source, len, scale, moments) }
@@ -143,7 +143,7 @@ macro_rules! level {
             /// # Safety
             #[doc = "See [`body::examine`]. The machine has the features."]
             $(#[target_feature(enable = $features)])?
-            unsafe fn examine<S: super::super::scalar::Scalar, const NORM: bool>(source: *const u8, len: usize, moments: &mut Moments) {
+            unsafe fn examine<S: super::super::scalar::Scalar, const NORM: bool>(source: *const u8, len: usize, moments: &mut Moments<'_>) {
                 // SAFETY: the caller's contract is the same.
                 unsafe { body::examine::<$isa, S, NORM>(source, len, moments) }
             }

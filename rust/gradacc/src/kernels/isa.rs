@@ -4,27 +4,33 @@ use half::f16;
 
 use super::scalar::{LANES, Scalar};
 
-/// An instruction set. Its methods are correct only on a machine that has it: only the clone of a kernel that was
-/// compiled for it may name it.
+/// An instruction set. Only the clone of a kernel that was compiled for it may name it.
 pub(super) trait Isa {
-    fn widen_f16(block: [f16; LANES]) -> [f32; LANES];
-    fn narrow_f16(block: [f32; LANES]) -> [f16; LANES];
+    /// Widens `len` elements, at most LANES.
+    ///
+    /// # Safety
+    /// `source` is readable for `len` elements, and need not be aligned. The machine has the instruction set.
+    #[inline(always)]
+    unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; LANES]) {
+        // SAFETY: this function's contract.
+        unsafe { widen_one_by_one(source, 0, len, target) }
+    }
+}
+
+/// # Safety
+/// `source` is readable for `end` elements.
+#[inline(always)]
+unsafe fn widen_one_by_one(source: *const f16, start: usize, end: usize, target: &mut [f32; LANES]) {
+    for (i, target) in target.iter_mut().enumerate().take(end).skip(start) {
+        // SAFETY: `i < end`.
+        *target = unsafe { source.add(i).read_unaligned() }.widen();
+    }
 }
 
 /// What every machine of the target has.
 pub(super) enum Baseline {}
 
-impl Isa for Baseline {
-    #[inline(always)]
-    fn widen_f16(block: [f16; LANES]) -> [f32; LANES] {
-        block.map(Scalar::widen)
-    }
-
-    #[inline(always)]
-    fn narrow_f16(block: [f32; LANES]) -> [f16; LANES] {
-        block.map(Scalar::narrow)
-    }
-}
+impl Isa for Baseline {}
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use x86::{Avx2, Avx512};
@@ -32,35 +38,25 @@ pub(super) use x86::{Avx2, Avx512};
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m128i, __m256, __m256i, __m512, _MM_FROUND_TO_NEAREST_INT, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm512_cvtph_ps,
-        _mm512_cvtps_ph,
+        _mm_loadu_si128, _mm256_cvtph_ps, _mm256_loadu_si256, _mm256_storeu_ps, _mm512_cvtph_ps, _mm512_storeu_ps,
     };
-    use std::mem::transmute;
 
-    use super::{Isa, LANES, f16};
+    use super::{Isa, LANES, f16, widen_one_by_one};
 
     /// AVX2 with F16C.
     pub(crate) enum Avx2 {}
 
     impl Isa for Avx2 {
         #[inline(always)]
-        fn widen_f16(block: [f16; LANES]) -> [f32; LANES] {
-            // SAFETY: the types have the same sizes and no invalid values; that the machine has F16C is established
-            // by the dispatch, which hands out the clone this is inlined into only where it was detected.
+        unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; LANES]) {
+            let (len, whole) = (len.min(LANES), len.min(LANES) / 8 * 8);
+            // SAFETY: `i + 8 <= len`, at most LANES, and the rest is this function's contract.
             unsafe {
-                let halves: [__m128i; 2] = transmute(block);
-                let wide: [__m256; 2] = halves.map(|half| _mm256_cvtph_ps(half));
-                transmute(wide)
-            }
-        }
-
-        #[inline(always)]
-        fn narrow_f16(block: [f32; LANES]) -> [f16; LANES] {
-            // SAFETY: as above.
-            unsafe {
-                let halves: [__m256; 2] = transmute(block);
-                let narrow: [__m128i; 2] = halves.map(|half| _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(half));
-                transmute(narrow)
+                for i in (0..whole).step_by(8) {
+                    let wide = _mm256_cvtph_ps(_mm_loadu_si128(source.add(i).cast()));
+                    _mm256_storeu_ps(target.as_mut_ptr().add(i), wide);
+                }
+                widen_one_by_one(source, whole, len, target);
             }
         }
     }
@@ -70,22 +66,15 @@ mod x86 {
 
     impl Isa for Avx512 {
         #[inline(always)]
-        fn widen_f16(block: [f16; LANES]) -> [f32; LANES] {
-            // SAFETY: as above, with AVX-512F.
+        unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; LANES]) {
+            let (len, whole) = (len.min(LANES), len.min(LANES) / 16 * 16);
+            // SAFETY: `i + 16 <= len`, at most LANES, and the rest is this function's contract.
             unsafe {
-                let block: __m256i = transmute(block);
-                let wide: __m512 = _mm512_cvtph_ps(block);
-                transmute(wide)
-            }
-        }
-
-        #[inline(always)]
-        fn narrow_f16(block: [f32; LANES]) -> [f16; LANES] {
-            // SAFETY: as above, with AVX-512F.
-            unsafe {
-                let block: __m512 = transmute(block);
-                let narrow: __m256i = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(block);
-                transmute(narrow)
+                for i in (0..whole).step_by(16) {
+                    let wide = _mm512_cvtph_ps(_mm256_loadu_si256(source.add(i).cast()));
+                    _mm512_storeu_ps(target.as_mut_ptr().add(i), wide);
+                }
+                widen_one_by_one(source, whole, len, target);
             }
         }
     }

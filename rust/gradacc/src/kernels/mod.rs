@@ -18,6 +18,7 @@ use std::mem::MaybeUninit;
 use body::Moments;
 use dispatch::Kernels;
 use parallel::Finding;
+use scalar::LANES;
 
 use crate::buffer::{Buffer, Lease};
 use crate::error::Result;
@@ -30,6 +31,7 @@ const CHUNK: usize = 1 << 16;
 
 /// Bytes that elements of a strided tensor are gathered in, in logical order, before a kernel sees them.
 const STAGE_BYTES: usize = 4096;
+const _: () = assert!((STAGE_BYTES / 8).is_multiple_of(LANES));
 
 fn note(report: &mut Report, task: &Task, finding: Finding) {
     if !finding.finite && report.first_nonfinite.is_none() {
@@ -100,17 +102,18 @@ pub(crate) fn add(buffers: &mut [Option<Lease>], jobs: &[Job<'_>], scale: f64, n
         .collect();
     let work = |task: &Task| {
         let (target, source) = (&targets[task.job], jobs[task.job].source);
-        let mut moments = Moments::new();
+        let squares = if norm { &mut [0.0; LANES][..] } else { &mut [] };
+        let mut moments = Moments::new(squares);
         each_run(source, task, |start, data, len| {
             let place = target.start.wrapping_add(start * target.element_bytes);
             // SAFETY: `data` holds `len` elements of the source's dtype, by `each_run`. `place` has room for them: the
             // slot lies within its buffer and has the source's size, both asserted above; it is exclusively borrowed,
             // and of no other task, since slots of a buffer don't overlap, asserted too, and chunks of a slot don't. It
             // is aligned as slots are. A source can't lie in it: views borrow, and the buffer is exclusively borrowed.
-            // The kernel is of the level that dispatch found on this machine. Runs are whole blocks but for the last.
+            // The kernel is of the level that dispatch found on this machine. `moments` has lanes if, and only if, the kernel sums squares.
             unsafe { (target.kernel)(place, data, len, scale, &mut moments) };
         });
-        finding(&moments)
+        Finding { finite: moments.finite(), sum_of_squares: moments.sum_of_squares() }
     };
     let mut report = NOTHING_FOUND;
     let tasks = tasks(jobs.iter().map(|job| job.slot.len));
@@ -124,13 +127,14 @@ pub(crate) fn examine(sources: &[&TensorView<'_>], norm: bool) -> Result<Report>
     let work = |task: &Task| {
         let source = sources[task.job];
         let kernel = (kernels.examine)(source.dtype(), norm);
-        let mut moments = Moments::new();
+        let squares = if norm { &mut [0.0; LANES][..] } else { &mut [] };
+        let mut moments = Moments::new(squares);
         each_run(source, task, |_, data, len| {
             // SAFETY: `data` holds `len` elements of the source's dtype, by `each_run`; the kernel is of the level
-            // that dispatch found on this machine. Runs are whole blocks but for the last.
+            // that dispatch found on this machine. `moments` has lanes if, and only if, the kernel sums squares.
             unsafe { kernel(data, len, &mut moments) };
         });
-        finding(&moments)
+        Finding { finite: moments.finite(), sum_of_squares: moments.sum_of_squares() }
     };
     let mut report = NOTHING_FOUND;
     let len_bytes = sources.iter().map(|source| source.len() * source.dtype().len_bytes()).sum();
@@ -184,12 +188,8 @@ pub(crate) fn scale(target: &mut Buffer, source: Option<&Buffer>, slots: &[Slot]
     Ok(())
 }
 
-fn finding(moments: &Moments) -> Finding {
-    Finding { sum_of_squares: moments.sum_of_squares(), finite: moments.finite() }
-}
-
 /// Calls `work` with runs of a chunk's elements, in logical order: where a run starts in the tensor, where its elements
-/// lie one after the other, and how many they are. All but the last run have whole blocks.
+/// lie one after the other, and how many they are; in all but the last run a multiple of LANES.
 fn each_run(source: &TensorView<'_>, task: &Task, mut work: impl FnMut(usize, *const u8, usize)) {
     let element_bytes = source.dtype().len_bytes();
     if let Some(data) = source.contiguous() {

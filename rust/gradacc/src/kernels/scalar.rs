@@ -1,16 +1,25 @@
-//! The arithmetic of one element, and of a block of them, for every dtype.
+//! The arithmetic of one element, for every dtype.
 
 use half::{bf16, f16};
 
 use super::isa::Isa;
 use crate::dtype::Element;
 
-/// Elements of a block. Element i of a chunk belongs to lane i % LANES on every SIMD level, so that sums over a chunk
-/// are the same bits everywhere.
-pub(super) const LANES: usize = 16;
+/// Lanes of a sum of squares: element i of a chunk belongs to lane i % LANES on every SIMD level, so that the sum is the
+/// same bits everywhere. So many that a loop over them is one that compilers vectorise.
+pub(super) const LANES: usize = 256;
 
 /// What sums are computed in.
 pub(super) trait Wide: Copy {
+    /// Signed, since not every instruction set has a maximum of unsigned ones.
+    type Bits: Copy + Ord;
+
+    /// The magnitude of infinity; those above it are NaN.
+    const INFINITE: Self::Bits;
+    const ZERO: Self::Bits;
+
+    /// The bits without the sign.
+    fn magnitude(self) -> Self::Bits;
     fn to_f32(self) -> f32;
     fn to_f64(self) -> f64;
     /// Exact, or rounded to nearest even.
@@ -20,6 +29,16 @@ pub(super) trait Wide: Copy {
 }
 
 impl Wide for f32 {
+    type Bits = i32;
+
+    const INFINITE: i32 = 0x7f80_0000;
+    const ZERO: i32 = 0;
+
+    #[inline(always)]
+    fn magnitude(self) -> i32 {
+        (self.to_bits() & 0x7fff_ffff) as i32
+    }
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
@@ -47,6 +66,16 @@ impl Wide for f32 {
 }
 
 impl Wide for f64 {
+    type Bits = i64;
+
+    const INFINITE: i64 = 0x7ff0_0000_0000_0000;
+    const ZERO: i64 = 0;
+
+    #[inline(always)]
+    fn magnitude(self) -> i64 {
+        (self.to_bits() & 0x7fff_ffff_ffff_ffff) as i64
+    }
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self as f32
@@ -76,14 +105,12 @@ impl Wide for f64 {
 /// An element as the kernels see it.
 pub(super) trait Scalar: Element {
     type Wide: Wide;
-    type Bits: Copy + Ord;
+    /// What a run of elements is read as: themselves, unless an instruction set has a better way to widen them.
+    type Staged: Scalar<Wide = Self::Wide>;
 
-    /// The magnitude of infinity; those above it are NaN.
-    const INFINITE: Self::Bits;
-    const ZERO: Self::Bits;
+    /// Whether a run is at most LANES long, for being widened into a stage first.
+    const IS_STAGED: bool;
 
-    /// The bits without the sign.
-    fn magnitude(self) -> Self::Bits;
     /// Exact.
     fn widen(self) -> Self::Wide;
     /// Rounds to nearest even; NaN stays NaN.
@@ -91,28 +118,29 @@ pub(super) trait Scalar: Element {
     /// Rounds once, to nearest even; NaN stays NaN.
     fn from_f64(value: f64) -> Self;
 
-    #[inline(always)]
-    fn widen_block<I: Isa>(block: [Self; LANES]) -> [Self::Wide; LANES] {
-        block.map(Self::widen)
-    }
+    /// # Safety
+    /// `source` is readable for `len` elements, of which there are at most LANES if they are staged. The machine has
+    /// the instruction set I.
+    unsafe fn stage<I: Isa>(source: *const Self, len: usize, stage: &mut [Self::Wide; LANES]) -> *const Self::Staged;
+}
 
-    #[inline(always)]
-    fn narrow_block<I: Isa>(block: [Self::Wide; LANES]) -> [Self; LANES] {
-        block.map(Self::narrow)
-    }
+macro_rules! read_as_they_are {
+    () => {
+        type Staged = Self;
+
+        const IS_STAGED: bool = false;
+
+        #[inline(always)]
+        unsafe fn stage<I: Isa>(source: *const Self, _: usize, _: &mut [Self::Wide; LANES]) -> *const Self {
+            source
+        }
+    };
 }
 
 impl Scalar for f32 {
     type Wide = f32;
-    type Bits = u32;
 
-    const INFINITE: u32 = 0x7f80_0000;
-    const ZERO: u32 = 0;
-
-    #[inline(always)]
-    fn magnitude(self) -> u32 {
-        self.to_bits() & 0x7fff_ffff
-    }
+    read_as_they_are!();
 
     #[inline(always)]
     fn widen(self) -> f32 {
@@ -132,15 +160,8 @@ impl Scalar for f32 {
 
 impl Scalar for f64 {
     type Wide = f64;
-    type Bits = u64;
 
-    const INFINITE: u64 = 0x7ff0_0000_0000_0000;
-    const ZERO: u64 = 0;
-
-    #[inline(always)]
-    fn magnitude(self) -> u64 {
-        self.to_bits() & 0x7fff_ffff_ffff_ffff
-    }
+    read_as_they_are!();
 
     #[inline(always)]
     fn widen(self) -> f64 {
@@ -160,15 +181,8 @@ impl Scalar for f64 {
 
 impl Scalar for bf16 {
     type Wide = f32;
-    type Bits = u16;
 
-    const INFINITE: u16 = 0x7f80;
-    const ZERO: u16 = 0;
-
-    #[inline(always)]
-    fn magnitude(self) -> u16 {
-        self.to_bits() & 0x7fff
-    }
+    read_as_they_are!();
 
     #[inline(always)]
     fn widen(self) -> f32 {
@@ -192,15 +206,9 @@ impl Scalar for bf16 {
 
 impl Scalar for f16 {
     type Wide = f32;
-    type Bits = u16;
+    type Staged = f32;
 
-    const INFINITE: u16 = 0x7c00;
-    const ZERO: u16 = 0;
-
-    #[inline(always)]
-    fn magnitude(self) -> u16 {
-        self.to_bits() & 0x7fff
-    }
+    const IS_STAGED: bool = true;
 
     /// Puts exponent and mantissa where an f32 has them and corrects the exponent by a multiplication, which turns
     /// subnormal numbers into normal ones, exactly. No branches, so that it vectorises.
@@ -225,13 +233,10 @@ impl Scalar for f16 {
     }
 
     #[inline(always)]
-    fn widen_block<I: Isa>(block: [Self; LANES]) -> [f32; LANES] {
-        I::widen_f16(block)
-    }
-
-    #[inline(always)]
-    fn narrow_block<I: Isa>(block: [f32; LANES]) -> [Self; LANES] {
-        I::narrow_f16(block)
+    unsafe fn stage<I: Isa>(source: *const Self, len: usize, stage: &mut [f32; LANES]) -> *const f32 {
+        // SAFETY: this function's contract.
+        unsafe { I::widen_f16(source, len, stage) };
+        stage.as_ptr()
     }
 }
 
@@ -248,8 +253,9 @@ mod tests {
                 assert!(f64::from(got) == expected || (got.is_nan() && expected.is_nan()), "{bits:#06x}");
                 assert_eq!(got.is_sign_negative(), expected.is_sign_negative(), "{bits:#06x}");
             }
-            assert_eq!(half.magnitude() < <f16 as Scalar>::INFINITE, half.is_finite());
-            assert_eq!(brain.magnitude() < <bf16 as Scalar>::INFINITE, brain.is_finite());
+            for (got, expected) in pairs {
+                assert_eq!(got.magnitude() < f32::INFINITE, expected.is_finite(), "{bits:#06x}");
+            }
         }
     }
 

@@ -38,7 +38,7 @@ fn promised_sum_of_squares<S: Scalar>(source: &[S]) -> f64 {
         let value = value.widen().to_f64();
         lanes[i % LANES] += value * value;
     }
-    for width in [8, 4, 2, 1] {
+    for width in [128, 64, 32, 16, 8, 4, 2, 1] {
         for i in 0..width {
             lanes[i] += lanes[i + width];
         }
@@ -86,7 +86,8 @@ fn check_add<S: Scalar, T: Scalar>() {
                         })
                         .collect();
                     let mut target = before[..len].to_vec();
-                    let mut moments = Moments::new();
+                    let mut squares = if norm { vec![0.0; LANES] } else { vec![] };
+                    let mut moments = Moments::new(&mut squares);
                     let add = kernels.add(S::DTYPE, T::DTYPE, write, norm).unwrap();
                     // SAFETY: both hold `len` elements of these dtypes and are different Vecs; the level is there.
                     unsafe {
@@ -130,7 +131,8 @@ fn check_finite<S: Scalar>() {
                         values[position] = S::from_f64(bad);
                     }
                     for norm in [false, true] {
-                        let mut moments = Moments::new();
+                        let mut squares = if norm { vec![0.0; LANES] } else { vec![] };
+                        let mut moments = Moments::new(&mut squares);
                         let examine = (kernels.examine)(S::DTYPE, norm);
                         // SAFETY: `values` holds `len` elements of this dtype; the level is there.
                         unsafe { examine(values.as_ptr().cast(), len, &mut moments) };
@@ -156,7 +158,8 @@ fn nothing_nonfinite_is_overlooked() {
 #[test]
 fn a_sum_of_squares_that_overflows_is_still_of_finite_numbers() {
     each_level(|kernels, level| {
-        let (values, mut moments) = ([1e200_f64; 40], Moments::new());
+        let (values, mut squares) = ([1e200_f64; 40], [0.0; LANES]);
+        let mut moments = Moments::new(&mut squares);
         // SAFETY: 40 elements of this dtype; the level is there.
         unsafe { (kernels.examine)(f64::DTYPE, true)(values.as_ptr().cast(), 40, &mut moments) };
         assert!(moments.finite() && moments.sum_of_squares() == f64::INFINITY, "{level}");

@@ -208,17 +208,21 @@ impl<S: Store> GradientAccumulator<S> {
     /// # Errors
     /// As for [`add`](GradientAccumulator::add). Panics if there is no parameter of a number.
     pub fn add_batch(&mut self, mut batch: Vec<(usize, S::Tensor<'_>)>, weight: Weight) -> Result<Added> {
-        batch.sort_by_key(|&(param, _)| param);
         self.window.admit(weight)?;
+        if !batch.is_sorted_by(|before, after| before.0 < after.0) {
+            batch.sort_by_key(|&(param, _)| param);
+            if let Some(twice) = batch.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+                return Err(Error::DuplicateParameter { parameter: self.name(twice[0].0) });
+            }
+        }
         self.check(&batch)?;
         let (scale, policy) = (weight.scale(), self.policy);
         let last = if scale == 0.0 {
             Last { finite: true, norm: None }
         } else {
             let seen = self.window.seen();
-            let is_first = |param: usize| seen[param] != Seen::Written;
             let report = if policy.on_nonfinite == OnNonFinite::Propagate {
-                self.store.add(&batch, scale, &is_first, policy.micro_norms)?
+                self.store.add(&batch, scale, seen, policy.micro_norms)?
             } else {
                 let report = self.store.examine(&batch, policy.micro_norms)?;
                 match report.first_nonfinite {
@@ -230,7 +234,7 @@ impl<S: Store> GradientAccumulator<S> {
                         self.window.reject();
                         return Ok(Added { complete: false, skipped: true });
                     }
-                    None => self.store.add(&batch, scale, &is_first, false)?,
+                    None => self.store.add(&batch, scale, seen, false)?,
                 };
                 report
             };
@@ -243,9 +247,6 @@ impl<S: Store> GradientAccumulator<S> {
 
     /// Everything about a sorted batch that can be refused without reading its elements.
     fn check(&self, batch: &[(usize, S::Tensor<'_>)]) -> Result<()> {
-        if let Some(twice) = batch.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            return Err(Error::DuplicateParameter { parameter: self.name(twice[0].0) });
-        }
         batch.iter().try_for_each(|(param, gradient)| self.store.check(*param, gradient))?;
         if self.policy.on_missing == OnMissing::Error && batch.len() < self.store.layout().len() {
             let missing =

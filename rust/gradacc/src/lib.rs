@@ -36,4 +36,4 @@ pub use kernels::{SimdLevel, num_threads, set_num_threads, simd_level};
 pub use param::{BufferSpec, Layout, ParamId, ParamSpec, SLOT_ALIGNMENT, Shape, Slot};
 pub use store::{Closing, FlatStore, Report, Store};
 pub use view::TensorView;
-pub use window::{Reduction, Weight};
+pub use window::{Reduction, Seen, Weight};

@@ -70,7 +70,8 @@ pub struct BufferSpec {
 /// parameter once placed never moves, and in each buffer offsets ascend with the number.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Layout {
-    params: IndexMap<ParamId, (ParamSpec, Slot)>,
+    params: IndexMap<ParamId, ParamSpec>,
+    slots: Vec<Slot>,
     buffers: Vec<BufferSpec>,
 }
 
@@ -92,12 +93,12 @@ impl Layout {
 
     /// The parameter of a number. Panics if there is none.
     pub fn spec(&self, index: usize) -> &ParamSpec {
-        &self.params[index].0
+        &self.params[index]
     }
 
     /// Where the parameter of a number lies. Panics if there is none.
     pub fn slot(&self, index: usize) -> Slot {
-        self.params[index].1
+        self.slots[index]
     }
 
     /// The flat buffers.
@@ -141,8 +142,9 @@ impl Layout {
             self.buffers.len() - 1
         });
         self.buffers[buffer].len = end;
-        self.params.insert(spec.id, (spec, Slot { buffer, offset, len }));
-        Ok(self.params.len() - 1)
+        self.params.insert(spec.id, spec);
+        self.slots.push(Slot { buffer, offset, len });
+        Ok(self.slots.len() - 1)
     }
 }
 

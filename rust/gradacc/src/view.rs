@@ -20,7 +20,7 @@ pub struct TensorView<'a> {
     shape: Shape,
     len: usize,
     /// How to walk the elements in logical order; None if that is their order in memory, without gaps.
-    walk: Option<Walk>,
+    walk: Option<Box<Walk>>,
     memory: PhantomData<&'a [u8]>,
 }
 
@@ -80,7 +80,7 @@ impl<'a> TensorView<'a> {
             Some(strides) if strides.len() != shape.len() => {
                 return Err(TensorError::Malformed(format!("{} strides for shape {shape:?}", strides.len())));
             }
-            Some(strides) if len > 0 => Walk::new(shape, strides),
+            Some(strides) if len > 0 => Walk::new(shape, strides).map(Box::new),
             _ => None,
         };
         Ok(Self { data: data.cast(), dtype, shape: shape.into(), len, walk, memory: PhantomData })

@@ -63,7 +63,7 @@ pub enum Reduction {
 
 /// What is known of one parameter in a window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Seen {
+pub enum Seen {
     /// No micro-batch had it.
     #[default]
     Never,

@@ -56,7 +56,8 @@ pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const WRITE: bool, const 
     let mut stage = [S::Wide::of(0.0); LANES];
     let mut largest = S::Wide::ZERO;
     let run = run_of::<S, NORM>(len);
-    for start in (0..len).step_by(run) {
+    let mut start = 0;
+    while start < len {
         let len = run.min(len - start);
         // SAFETY: `start + len` is within the length, and the rest is this function's contract.
         unsafe {
@@ -73,6 +74,7 @@ pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const WRITE: bool, const 
                 target.add(i).write(T::narrow(sum));
             }
         }
+        start += run;
     }
     moments.finite &= largest < S::Wide::INFINITE;
 }
@@ -90,7 +92,8 @@ pub(super) unsafe fn examine<I: Isa, S: Scalar, const NORM: bool>(
     let mut stage = [S::Wide::of(0.0); LANES];
     let mut largest = S::Wide::ZERO;
     let run = run_of::<S, NORM>(len);
-    for start in (0..len).step_by(run) {
+    let mut start = 0;
+    while start < len {
         let len = run.min(len - start);
         // SAFETY: `start + len` is within the length, and the rest is this function's contract.
         unsafe {
@@ -103,6 +106,7 @@ pub(super) unsafe fn examine<I: Isa, S: Scalar, const NORM: bool>(
                 }
             }
         }
+        start += run;
     }
     moments.finite &= largest < S::Wide::INFINITE;
 }

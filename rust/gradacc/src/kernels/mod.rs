@@ -16,8 +16,8 @@ pub use parallel::{num_threads, set_num_threads};
 use std::mem::MaybeUninit;
 
 use body::Moments;
-use dispatch::Kernels;
-use parallel::Finding;
+use dispatch::{Add, Kernels};
+use parallel::{Finding, Workers};
 use scalar::LANES;
 
 use crate::buffer::{Buffer, Lease};
@@ -58,66 +58,88 @@ struct Task {
 }
 
 fn tasks(lens: impl Iterator<Item = usize>) -> impl Iterator<Item = Task> {
-    lens.enumerate().flat_map(|(job, len)| {
-        (0..len).step_by(CHUNK).map(move |start| Task { job, start, len: CHUNK.min(len - start) })
-    })
+    lens.enumerate().flat_map(|(job, len)| chunks(job, len))
 }
 
-/// A kernel with the memory it is to write, which threads may share: each task has a part of its own.
-struct Target<K> {
-    kernel: K,
-    start: *mut u8,
-    element_bytes: usize,
+fn chunks(job: usize, len: usize) -> impl Iterator<Item = Task> {
+    (0..len).step_by(CHUNK).map(move |start| Task { job, start, len: CHUNK.min(len - start) })
+}
+
+/// The start of memory that threads share: each task has a part of its own.
+struct Shared(*mut u8);
+
+impl Shared {
+    fn at(&self, offset: usize) -> *mut u8 {
+        self.0.wrapping_add(offset)
+    }
 }
 
 // SAFETY: established by the functions below: tasks write disjoint parts of memory that is exclusively borrowed
 // meanwhile, so that no two threads meet.
-unsafe impl<K: Sync> Sync for Target<K> {}
+unsafe impl Sync for Shared {}
 
-/// Writes or adds `scale` times every source to its slot.
+/// What one gradient is added to, and how.
+struct Target<'a> {
+    source: &'a TensorView<'a>,
+    start: Shared,
+    element_bytes: usize,
+    kernel: Add,
+}
+
+/// Writes or adds `scale` times every source to its slot. `len_bytes` is what that reads and writes, roughly.
 ///
-/// Panics, before anything is written, if a source does not fit its slot, its dtype is not one that the buffer takes,
+/// Panics, before its slot is written, if a source does not fit its slot, its dtype is not one that the buffer takes,
 /// a buffer is not there, or slots of one buffer are not in ascending order without overlap.
-pub(crate) fn add(buffers: &mut [Option<Lease>], jobs: &[Job<'_>], scale: f64, norm: bool) -> Result<Report> {
+pub(crate) fn add<'a>(
+    buffers: &mut [Option<Lease>],
+    jobs: impl Iterator<Item = Job<'a>>,
+    len_bytes: usize,
+    scale: f64,
+    norm: bool,
+) -> Result<Report> {
     let kernels = Kernels::get()?;
     let mut ends = vec![0; buffers.len()];
-    let mut len_bytes = 0;
-    let targets: Vec<_> = jobs
-        .iter()
-        .map(|Job { source, slot, write }| {
-            let buffer: &mut Buffer = buffers[slot.buffer].as_mut().expect("a buffer that is added to is there");
-            let end = slot.offset + slot.len;
-            assert!(ends[slot.buffer] <= slot.offset && end <= buffer.len(), "slots overlap or leave their buffer");
-            assert_eq!(source.len(), slot.len, "a source has the size of its slot");
-            ends[slot.buffer] = end;
-            let element_bytes = buffer.dtype().len_bytes();
-            len_bytes += slot.len * (source.dtype().len_bytes() + element_bytes);
-            let kernel = kernels.add(source.dtype(), buffer.dtype(), *write, norm);
-            Target {
-                kernel: kernel.expect("the buffer takes gradients of this dtype"),
-                start: buffer.as_mut_ptr().wrapping_add(slot.offset * element_bytes),
-                element_bytes,
-            }
-        })
-        .collect();
-    let work = |task: &Task| {
-        let (target, source) = (&targets[task.job], jobs[task.job].source);
+    let targets = jobs.map(|Job { source, slot, write }| {
+        let buffer: &mut Buffer = buffers[slot.buffer].as_mut().expect("a buffer that is added to is there");
+        let end = slot.offset + slot.len;
+        assert!(ends[slot.buffer] <= slot.offset && end <= buffer.len(), "slots overlap or leave their buffer");
+        assert_eq!(source.len(), slot.len, "a source has the size of its slot");
+        ends[slot.buffer] = end;
+        let kernel = kernels.add(source.dtype(), buffer.dtype(), write, norm);
+        let kernel = kernel.expect("the buffer takes gradients of this dtype");
+        let element_bytes = buffer.dtype().len_bytes();
+        let start = Shared(buffer.as_mut_ptr().wrapping_add(slot.offset * element_bytes));
+        Target { source, start, element_bytes, kernel }
+    });
+    let work = |target: &Target<'_>, task: &Task| {
         let squares = if norm { &mut [0.0; LANES][..] } else { &mut [] };
         let mut moments = Moments::new(squares);
-        each_run(source, task, |start, data, len| {
-            let place = target.start.wrapping_add(start * target.element_bytes);
+        each_run(target.source, task, |start, data, len| {
+            let place = target.start.at(start * target.element_bytes);
             // SAFETY: `data` holds `len` elements of the source's dtype, by `each_run`. `place` has room for them: the
             // slot lies within its buffer and has the source's size, both asserted above; it is exclusively borrowed,
             // and of no other task, since slots of a buffer don't overlap, asserted too, and chunks of a slot don't. It
             // is aligned as slots are. A source can't lie in it: views borrow, and the buffer is exclusively borrowed.
-            // The kernel is of the level that dispatch found on this machine. `moments` has lanes if, and only if, the kernel sums squares.
+            // The kernel is of the level that dispatch found on this machine. `moments` has lanes if, and only if, the
+            // kernel sums squares.
             unsafe { (target.kernel)(place, data, len, scale, &mut moments) };
         });
         Finding { finite: moments.finite(), sum_of_squares: moments.sum_of_squares() }
     };
     let mut report = NOTHING_FOUND;
-    let tasks = tasks(jobs.iter().map(|job| job.slot.len));
-    parallel::run(tasks, len_bytes, work, |task, finding| note(&mut report, task, finding));
+    match Workers::for_work(len_bytes) {
+        // Many small tensors: nothing is set aside.
+        None => targets.enumerate().for_each(|(job, target)| {
+            for task in chunks(job, target.source.len()) {
+                note(&mut report, &task, work(&target, &task));
+            }
+        }),
+        Some(workers) => {
+            let targets: Vec<_> = targets.collect();
+            let tasks = tasks(targets.iter().map(|target| target.source.len()));
+            workers.run(tasks, |task| work(&targets[task.job], task), |task, finding| note(&mut report, task, finding));
+        }
+    }
     Ok(report)
 }
 
@@ -139,7 +161,7 @@ pub(crate) fn examine(sources: &[&TensorView<'_>], norm: bool) -> Result<Report>
     let mut report = NOTHING_FOUND;
     let len_bytes = sources.iter().map(|source| source.len() * source.dtype().len_bytes()).sum();
     let tasks = tasks(sources.iter().map(|source| source.len()));
-    parallel::run(tasks, len_bytes, work, |task, finding| note(&mut report, task, finding));
+    parallel::run(len_bytes, tasks, work, |task, finding| note(&mut report, task, finding));
     Ok(report)
 }
 
@@ -169,22 +191,21 @@ pub(crate) fn scale(target: &mut Buffer, source: Option<&Buffer>, slots: &[Slot]
     if let Some(source) = source {
         assert!(source.len() == target.len() && source.dtype() == target.dtype(), "buffers of different kinds");
     }
-    let start = target.as_mut_ptr();
-    // Shared by threads, as pointers are not; only read.
-    let from = Target { kernel: (), start: source.map_or(start, |source| source.as_ptr().cast_mut()), element_bytes };
-    let target = Target { kernel: (kernels.scale)(target.dtype(), divide), start, element_bytes };
+    let kernel = (kernels.scale)(target.dtype(), divide);
+    let start = Shared(target.as_mut_ptr());
+    // Only read, through a pointer that happens to be able to write.
+    let from = Shared(source.map_or(start.0, |source| source.as_ptr().cast_mut()));
     let work = |task: &Task| {
-        let (target, from) = (&target, &from);
         let offset = (slots[task.job].offset + task.start) * element_bytes;
-        let (place, data) = (target.start.wrapping_add(offset), from.start.wrapping_add(offset));
+        let (place, data) = (start.at(offset), from.at(offset));
         // SAFETY: the slot lies within the target, and the source has the same size, both asserted above. The target is
         // exclusively borrowed, and the source, where it is another, shared. Tasks don't overlap, since slots don't.
         // Both are aligned as slots are. The kernel is of the level that dispatch found on this machine.
-        unsafe { (target.kernel)(place, data, task.len, factor) };
+        unsafe { kernel(place, data, task.len, factor) };
         Finding { sum_of_squares: 0.0, finite: true }
     };
     let len_bytes = slots.iter().map(|slot| 2 * slot.len * element_bytes).sum();
-    parallel::run(tasks(slots.iter().map(|slot| slot.len)), len_bytes, work, |_, _| {});
+    parallel::run(len_bytes, tasks(slots.iter().map(|slot| slot.len)), work, |_, _| {});
     Ok(())
 }
 

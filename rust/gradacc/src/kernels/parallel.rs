@@ -71,50 +71,20 @@ pub(super) struct Finding {
 /// Runs `work` on every task and hands what it found to `each`, in the order of the tasks, on the calling thread.
 /// `len_bytes` is what all tasks together read and write.
 pub(super) fn run<T: Sync>(
-    tasks: impl Iterator<Item = T>,
     len_bytes: usize,
+    tasks: impl Iterator<Item = T>,
     work: impl Fn(&T) -> Finding + Sync,
     mut each: impl FnMut(&T, Finding),
 ) {
-    // A wrong GRADACC_NUM_THREADS has been reported by the time anything runs.
-    let threads = if len_bytes < PARALLEL_BYTES { 1 } else { num_threads().unwrap_or(1) };
-    let workers = match threads {
-        1 => None,
-        threads => Workers::get(threads - 1),
-    };
-    let Some(workers) = workers else {
-        return tasks.for_each(|task| each(&task, work(&task)));
-    };
-    let tasks: Vec<T> = tasks.collect();
-    let found: Vec<(AtomicU64, AtomicBool)> = tasks.iter().map(|_| Default::default()).collect();
-    let portion = tasks.len().div_ceil(threads * PORTIONS).max(1);
-    let next = AtomicUsize::new(0);
-    let share = || loop {
-        let start = next.fetch_add(portion, Ordering::Relaxed);
-        if start >= tasks.len() {
-            break;
-        }
-        for i in start..(start + portion).min(tasks.len()) {
-            let Finding { sum_of_squares, finite } = work(&tasks[i]);
-            found[i].0.store(sum_of_squares.to_bits(), Ordering::Relaxed);
-            found[i].1.store(finite, Ordering::Relaxed);
-        }
-    };
-    workers.pool.in_place_scope(|scope| {
-        for _ in 1..threads {
-            scope.spawn(|_| share());
-        }
-        share();
-    });
-    for (task, (squares, finite)) in tasks.iter().zip(&found) {
-        let sum_of_squares = f64::from_bits(squares.load(Ordering::Relaxed));
-        each(task, Finding { sum_of_squares, finite: finite.load(Ordering::Relaxed) });
+    match Workers::for_work(len_bytes) {
+        None => tasks.for_each(|task| each(&task, work(&task))),
+        Some(workers) => workers.run(tasks, work, each),
     }
 }
 
 /// Threads that wait for work. Never freed: a process has few of them, and after a fork the child must not touch
 /// those of its parent, not even to drop them.
-struct Workers {
+pub(super) struct Workers {
     pool: ThreadPool,
     count: usize,
     process: u32,
@@ -123,6 +93,55 @@ struct Workers {
 static WORKERS: AtomicPtr<Workers> = AtomicPtr::new(ptr::null_mut());
 
 impl Workers {
+    /// Those to share work on so many bytes with; None if it is the calling thread's alone.
+    pub(super) fn for_work(len_bytes: usize) -> Option<&'static Self> {
+        if len_bytes < PARALLEL_BYTES {
+            return None;
+        }
+        // A wrong GRADACC_NUM_THREADS has been reported by the time anything runs.
+        match num_threads() {
+            Ok(threads) if threads > 1 => Self::get(threads - 1),
+            _ => None,
+        }
+    }
+
+    /// See the function [`run`].
+    pub(super) fn run<T: Sync>(
+        &self,
+        tasks: impl Iterator<Item = T>,
+        work: impl Fn(&T) -> Finding + Sync,
+        mut each: impl FnMut(&T, Finding),
+    ) {
+        let tasks: Vec<T> = tasks.collect();
+        let found: Vec<(AtomicU64, AtomicBool)> = tasks.iter().map(|_| Default::default()).collect();
+        let threads = num_threads().unwrap_or(1).min(self.count + 1);
+        let portion = tasks.len().div_ceil(threads * PORTIONS).max(1);
+        let next = AtomicUsize::new(0);
+        let share = || {
+            loop {
+                let start = next.fetch_add(portion, Ordering::Relaxed);
+                if start >= tasks.len() {
+                    break;
+                }
+                for i in start..(start + portion).min(tasks.len()) {
+                    let Finding { sum_of_squares, finite } = work(&tasks[i]);
+                    found[i].0.store(sum_of_squares.to_bits(), Ordering::Relaxed);
+                    found[i].1.store(finite, Ordering::Relaxed);
+                }
+            }
+        };
+        self.pool.in_place_scope(|scope| {
+            for _ in 1..threads {
+                scope.spawn(|_| share());
+            }
+            share();
+        });
+        for (task, (squares, finite)) in tasks.iter().zip(&found) {
+            let sum_of_squares = f64::from_bits(squares.load(Ordering::Relaxed));
+            each(task, Finding { sum_of_squares, finite: finite.load(Ordering::Relaxed) });
+        }
+    }
+
     /// At least `count` threads of this process; None if the system gives none. Takes no lock, so that a fork at any
     /// moment leaves nothing locked in the child.
     fn get(count: usize) -> Option<&'static Self> {
@@ -167,7 +186,7 @@ mod tests {
             for count in [0, 1, 2, 1000] {
                 let mut seen = Vec::new();
                 let work = |&i: &usize| Finding { sum_of_squares: i as f64, finite: i % 3 != 0 };
-                run(0..count, len_bytes, work, |&i, finding| seen.push((i, finding)));
+                run(len_bytes, 0..count, work, |&i, finding| seen.push((i, finding)));
                 assert_eq!(seen, (0..count).map(|i| (i, work(&i))).collect::<Vec<_>>());
             }
         }

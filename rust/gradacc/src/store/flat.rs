@@ -10,6 +10,7 @@ use crate::gradients::Gradients;
 use crate::kernels::{self, Job};
 use crate::param::{Layout, ParamSpec};
 use crate::view::TensorView;
+use crate::window::Seen;
 
 /// Sums in one flat buffer for each accumulation dtype.
 ///
@@ -78,29 +79,28 @@ impl Store for FlatStore {
         kernels::examine(&batch.iter().map(|(_, gradient)| gradient).collect::<Vec<_>>(), norm)
     }
 
-    fn add(
-        &mut self,
-        batch: &[(usize, TensorView<'_>)],
-        scale: f64,
-        is_first: &dyn Fn(usize) -> bool,
-        norm: bool,
-    ) -> Result<Report> {
-        let mut jobs = Vec::with_capacity(batch.len());
+    fn add(&mut self, batch: &[(usize, TensorView<'_>)], scale: f64, seen: &[Seen], norm: bool) -> Result<Report> {
+        let mut len_bytes = 0;
         for (param, gradient) in batch {
             let slot = self.layout.slot(*param);
+            self.lease(slot.buffer)?;
             let dtype = self.layout.buffers()[slot.buffer].dtype;
+            len_bytes += slot.len * (gradient.dtype().len_bytes() + dtype.len_bytes());
             if dtype != DType::F64 && !(scale as f32).is_finite() {
                 return Err(Error::argument("scale", format!("{scale} exceeds the largest number of {dtype} sums")));
             }
-            self.lease(slot.buffer)?;
-            jobs.push(Job { source: gradient, slot, write: is_first(*param) });
         }
-        for (param, _) in batch {
-            if let Some(buffer) = &mut self.buffers[self.layout.slot(*param).buffer] {
-                buffer.touch(*param);
+        for &(param, _) in batch.iter().filter(|&&(param, _)| seen[param] != Seen::Written) {
+            if let Some(buffer) = &mut self.buffers[self.layout.slot(param).buffer] {
+                buffer.touch(param);
             }
         }
-        kernels::add(&mut self.buffers, &jobs, scale, norm)
+        let layout = &self.layout;
+        let jobs = batch.iter().map(|(param, source)| {
+            let write = seen[*param] != Seen::Written;
+            Job { source, slot: layout.slot(*param), write }
+        });
+        kernels::add(&mut self.buffers, jobs, len_bytes, scale, norm)
     }
 
     fn take(&mut self, closing: Closing) -> Result<Gradients> {

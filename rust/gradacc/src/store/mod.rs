@@ -9,6 +9,7 @@ pub use flat::FlatStore;
 
 use crate::error::Result;
 use crate::param::{Layout, ParamSpec};
+use crate::window::Seen;
 
 /// What was found out about the gradients of a micro-batch, before any scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,18 +67,12 @@ pub trait Store {
     /// Only if nothing can be read at all.
     fn examine(&self, batch: &[(usize, Self::Tensor<'_>)], norm: bool) -> Result<Report>;
 
-    /// Adds `scale` times each gradient to its sum; where `is_first` says so, the sum is written instead, so that
-    /// nothing of an earlier window is left in it.
+    /// Adds `scale` times each gradient to its sum. A sum that has not been written in this window, as `seen` tells for
+    /// every parameter, is written instead, so that nothing of an earlier window is left in it.
     ///
     /// # Errors
     /// Before anything is written: if the scale is beyond the sums' range, or there is no memory.
-    fn add(
-        &mut self,
-        batch: &[(usize, Self::Tensor<'_>)],
-        scale: f64,
-        is_first: &dyn Fn(usize) -> bool,
-        norm: bool,
-    ) -> Result<Report>;
+    fn add(&mut self, batch: &[(usize, Self::Tensor<'_>)], scale: f64, seen: &[Seen], norm: bool) -> Result<Report>;
 
     /// Hands the sums over, without touching those that were written, and starts with none.
     ///

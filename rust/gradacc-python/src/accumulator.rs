@@ -2,15 +2,22 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use gradacc::{Error, GradientAccumulator, OnMissing, OnNonFinite, Reduction, Store, Weight};
+use gradacc::{
+    Added, DType, Error, GradientAccumulator, OnMissing, OnNonFinite, ParamId, ParamSpec, Reduction, Store,
+    TensorError, TensorView, Weight,
+};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyMapping, PyTuple};
+use pyo3::types::{PyDict, PyList, PyMapping, PySequence, PyTuple};
 
 use crate::errors;
 use crate::gradients::Gradients;
-use crate::source::{self, Source};
+use crate::source::Batch;
+use crate::vetting::{Numbers, Vetted, len_bytes};
+
+/// Adds of fewer bytes than this keep the GIL: it takes as long to release it and get it back.
+const KEEPS_THE_GIL: usize = 1 << 16;
 
 /// The engine's accumulator, and the ids that Python knows its parameters by.
 ///
@@ -22,6 +29,18 @@ pub(crate) struct Accumulator {
     ids: Py<PyList>,
     /// From id to number in the layout.
     numbers: Py<PyDict>,
+    /// Taken out while it is used, so that no lock is held while Python code runs.
+    seen_before: Mutex<SeenBefore>,
+}
+
+/// What the last micro-batch was like: the next is most often the same.
+#[derive(Default)]
+struct SeenBefore {
+    /// Keys of a mapping in its order, each with its number.
+    keys: Vec<(Py<PyAny>, usize)>,
+    vetted: Option<Vetted>,
+    /// How often vetting was in vain since it last was not. It is tried again ever less often.
+    misses: u32,
 }
 
 /// What is known of the last micro-batch: `finite`, and `norm` if `micro_norms` asked for it.
@@ -83,8 +102,7 @@ impl Accumulator {
                 builder = builder.every(every);
             }
             if let Some(dtype) = dtype {
-                let reason =
-                    |reason: gradacc::TensorError| Error::Argument { name: "dtype", reason: reason.to_string() };
+                let reason = |reason: TensorError| Error::Argument { name: "dtype", reason: reason.to_string() };
                 builder = builder.dtype(dtype.parse().map_err(reason)?);
             }
             builder.build()
@@ -93,6 +111,7 @@ impl Accumulator {
             engine: Mutex::new(build().map_err(|error| errors::raise(py, error))?),
             ids: PyList::empty(py).unbind(),
             numbers: PyDict::new(py).unbind(),
+            seen_before: Mutex::default(),
         };
         for (id, shape, dtype) in params {
             accumulator.register(py, &id, shape, &dtype)?;
@@ -108,7 +127,7 @@ impl Accumulator {
         let name = errors::name(id);
         let number = self.locked(py, |engine| {
             let number = engine.store().layout().len();
-            engine.register(source::spec(number as u64, name, shape, dtype)?)
+            engine.register(spec(number as u64, name, shape, dtype)?)
         })?;
         ids.append(id)?;
         numbers.set_item(id, number)
@@ -123,14 +142,11 @@ impl Accumulator {
         scale: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
         let weight = self.weight(py, weight, scale)?;
-        let sources = self.sources(grads)?;
-        let batch =
-            sources.iter().map(|(number, source)| Ok((*number, source.view().map_err(|reason| (*number, reason))?)));
-        let batch = batch.collect::<Result<Vec<_>, _>>().map_err(|(number, reason)| {
-            let id = self.ids.bind(py).get_item(number);
-            id.map_or_else(|error| error, |id| errors::raise(py, gradacc::TensorError::of(reason, errors::name(&id))))
-        })?;
-        Ok(self.locked(py, |engine| engine.add_batch(batch, weight))?.is_complete())
+        let lock = || self.seen_before.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen_before = std::mem::take(&mut *lock());
+        let added = self.add_weighted(grads, weight, &mut seen_before);
+        *lock() = seen_before;
+        Ok(added?.is_complete())
     }
 
     fn take(&self, py: Python<'_>) -> PyResult<Gradients> {
@@ -218,59 +234,109 @@ impl Accumulator {
         weight.map_err(|error| errors::raise(py, error))
     }
 
-    /// The gradients that a mapping or a sequence in layout order holds, by number.
-    fn sources(&self, grads: &Bound<'_, PyAny>) -> PyResult<Vec<(usize, Source)>> {
+    fn add_weighted(&self, grads: &Bound<'_, PyAny>, weight: Weight, seen_before: &mut SeenBefore) -> PyResult<Added> {
         let py = grads.py();
-        if let Ok(mapping) = grads.cast_exact::<PyDict>() {
-            let mut sources = Vec::with_capacity(mapping.len());
-            for (id, gradient) in mapping {
-                self.push(&mut sources, &id, &gradient)?;
-            }
-            return Ok(sources);
+        let (tensors, numbers) = self.numbered(grads, &mut seen_before.keys)?;
+        if let Some(vetted) = seen_before.vetted.as_mut()
+            && vetted.admit(&tensors, &numbers)
+        {
+            seen_before.misses = 0;
+            let len_bytes = vetted.len_bytes();
+            return self.add_views(py, vetted.views(), len_bytes, weight);
         }
+        let mut batch = Batch::with_capacity(numbers.len());
+        for (tensor, number) in tensors.iter().zip(numbers.iter()) {
+            batch.push(number, &tensor, &self.ids.bind(py).get_item(number)?)?;
+        }
+        seen_before.misses = seen_before.misses.saturating_add(1);
+        if seen_before.misses.is_power_of_two() {
+            seen_before.vetted = Vetted::new(&tensors, &numbers, batch.views());
+        }
+        let len_bytes = len_bytes(batch.views());
+        self.add_views(py, batch.views(), len_bytes, weight)
+    }
+
+    fn add_views(
+        &self,
+        py: Python<'_>,
+        views: &mut [(usize, TensorView<'_>)],
+        len_bytes: usize,
+        weight: Weight,
+    ) -> PyResult<Added> {
+        match self.engine.try_lock() {
+            Ok(mut engine) if len_bytes < KEEPS_THE_GIL => {
+                engine.add_batch(views, weight).map_err(|error| errors::raise(py, error))
+            }
+            attempt => {
+                drop(attempt);
+                self.locked(py, |engine| engine.add_batch(views, weight))
+            }
+        }
+    }
+
+    /// The tensors of a mapping or a sequence, without those that are None, and their numbers. `keys` are those of the
+    /// last mapping, in its order; where they are the same objects, nothing is looked up.
+    fn numbered<'py>(
+        &self,
+        grads: &Bound<'py, PyAny>,
+        keys: &mut Vec<(Py<PyAny>, usize)>,
+    ) -> PyResult<(Bound<'py, PyTuple>, Numbers)> {
+        let py = grads.py();
         if grads.is_instance_of::<PyList>() || grads.is_instance_of::<PyTuple>() {
-            let ids = self.ids.bind(py);
-            let (expected, got) = (ids.len(), grads.len()?);
+            let tensors = grads.cast::<PySequence>()?.to_tuple()?;
+            let (expected, got) = (self.ids.bind(py).len(), tensors.len());
             if expected != got {
                 return Err(errors::raise(py, Error::SequenceLength { expected, got }));
             }
-            let mut sources = Vec::with_capacity(got);
-            for (number, gradient) in grads.try_iter()?.enumerate() {
-                let gradient = gradient?;
-                if !gradient.is_none() {
-                    sources.push((number, Source::new(&gradient, &ids.get_item(number)?)?));
+            if !tensors.iter_borrowed().any(|tensor| tensor.is_none()) {
+                return Ok((tensors, Numbers::All(got)));
+            }
+            let (numbers, present): (Vec<_>, Vec<_>) =
+                tensors.iter().enumerate().filter(|(_, tensor)| !tensor.is_none()).unzip();
+            return Ok((PyTuple::new(py, present)?, Numbers::Some(numbers)));
+        }
+        let len = grads.len().unwrap_or(0);
+        let (mut tensors, mut numbers) = (Vec::with_capacity(len), Vec::with_capacity(len));
+        let mut push = |id: &Bound<'py, PyAny>, place: usize, tensor: Bound<'py, PyAny>| -> PyResult<()> {
+            let number = match keys.get(place) {
+                Some((key, number)) if key.is(id) => *number,
+                _ => {
+                    let number = self.numbers.bind(py).get_item(id)?;
+                    let unknown = || errors::raise(py, Error::UnknownParameter { parameter: errors::name(id) });
+                    let number = number.ok_or_else(unknown)?.extract()?;
+                    keys.truncate(place);
+                    keys.push((id.clone().unbind(), number));
+                    number
                 }
+            };
+            if !tensor.is_none() {
+                tensors.push(tensor);
+                numbers.push(number);
             }
-            return Ok(sources);
-        }
-        if grads.cast::<PyMapping>().is_ok() {
-            let mut sources = Vec::with_capacity(grads.len()?);
-            for item in grads.call_method0(intern!(py, "items"))?.try_iter()? {
-                let (id, gradient): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item?.extract()?;
-                self.push(&mut sources, &id, &gradient)?;
+            Ok(())
+        };
+        if let Ok(mapping) = grads.cast_exact::<PyDict>() {
+            for (place, (id, tensor)) in mapping.iter().enumerate() {
+                push(&id, place, tensor)?;
             }
-            return Ok(sources);
+        } else if grads.cast::<PyMapping>().is_ok() {
+            for (place, item) in grads.call_method0(intern!(py, "items"))?.try_iter()?.enumerate() {
+                let (id, tensor) = item?.extract()?;
+                push(&id, place, tensor)?;
+            }
+        } else {
+            return Err(PyTypeError::new_err(format!(
+                "grads: expected a mapping from id to gradient, a list or tuple of gradients in layout order, or a \
+                 module, got {}",
+                errors::type_name(grads)
+            )));
         }
-        Err(PyTypeError::new_err(format!(
-            "grads: expected a mapping from id to gradient, a list or tuple of gradients in layout order, or a module, got {}",
-            errors::type_name(grads)
-        )))
+        Ok((PyTuple::new(py, tensors)?, Numbers::Some(numbers)))
     }
+}
 
-    fn push(
-        &self,
-        sources: &mut Vec<(usize, Source)>,
-        id: &Bound<'_, PyAny>,
-        gradient: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let py = id.py();
-        match self.numbers.bind(py).get_item(id)? {
-            None => Err(errors::raise(py, Error::UnknownParameter { parameter: errors::name(id) })),
-            Some(_) if gradient.is_none() => Ok(()),
-            Some(number) => {
-                sources.push((number.extract()?, Source::new(gradient, id)?));
-                Ok(())
-            }
-        }
-    }
+/// A parameter's shape and dtype, by the dtype's name.
+fn spec(id: u64, name: String, shape: Vec<usize>, dtype: &str) -> Result<ParamSpec, Error> {
+    let dtype: DType = dtype.parse().map_err(|reason: TensorError| reason.of(&name))?;
+    Ok(ParamSpec { id: ParamId(id), name, shape: shape.into(), dtype })
 }

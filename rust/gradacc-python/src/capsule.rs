@@ -4,8 +4,8 @@ use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 
 use gradacc::Gradient;
-use gradacc::dlpack::abi::{DLManagedTensor, DLManagedTensorVersioned};
-use gradacc::dlpack::{Imported, export_legacy, export_versioned};
+use gradacc::dlpack::abi::{DLManagedTensor, DLManagedTensorVersioned, DLPackExchangeAPI, DLTensor};
+use gradacc::dlpack::{Imported, VERSION, export_legacy, export_versioned};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -15,6 +15,7 @@ const VERSIONED: &CStr = c"dltensor_versioned";
 const USED_VERSIONED: &CStr = c"used_dltensor_versioned";
 const LEGACY: &CStr = c"dltensor";
 const USED_LEGACY: &CStr = c"used_dltensor";
+const EXCHANGE: &CStr = c"dlpack_exchange_api";
 
 /// Takes the tensor out of a capsule, which is marked as used.
 pub(crate) fn consume(capsule: &Bound<'_, PyCapsule>) -> PyResult<Imported> {
@@ -40,6 +41,21 @@ fn take(capsule: &Bound<'_, PyCapsule>, name: &CStr, used: &'static CStr) -> PyR
         }
         Ok(tensor)
     }
+}
+
+/// Describes a tensor of the type it was found at; see [`DLPackExchangeAPI`].
+pub(crate) type Describe = unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> i32;
+
+/// What describes tensors, of the C table that a type has in a capsule; None if the table is of another major version.
+pub(crate) fn describe(capsule: &Bound<'_, PyAny>) -> Option<Describe> {
+    // SAFETY: a capsule of that name holds such a table, which stays for the life of the process.
+    let table = unsafe {
+        if ffi::PyCapsule_IsValid(capsule.as_ptr(), EXCHANGE.as_ptr()) == 0 {
+            return None;
+        }
+        &*ffi::PyCapsule_GetPointer(capsule.as_ptr(), EXCHANGE.as_ptr()).cast_const().cast::<DLPackExchangeAPI>()
+    };
+    table.dltensor_from_py_object_no_sync.filter(|_| table.header.version.major == VERSION.major)
 }
 
 /// A capsule that hands a gradient over, to be consumed once at most. Aliases its memory.

@@ -8,7 +8,6 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::source::is_versioned;
 use crate::{capsule, errors};
 
 /// The gradients of one window, by ids.
@@ -257,4 +256,9 @@ impl Memory {
     fn to_array<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         Self(slf.get().0.clone()).array(slf.py())
     }
+}
+
+/// Whether a consumer that gives this `max_version` knows DLPack 1.x.
+fn is_versioned(max_version: Option<Bound<'_, PyTuple>>) -> PyResult<bool> {
+    max_version.map_or(Ok(false), |version| Ok(version.get_item(0)?.extract::<i64>()? >= 1))
 }

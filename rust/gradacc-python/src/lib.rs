@@ -1,6 +1,6 @@
 //! `gradacc._core`: the engine as Python sees it. Translates, and decides nothing.
 
-// Unsafe code lives in `capsule` and `source`; SAFETY.md says what it rests on.
+// Unsafe code lives in `capsule`, `numpy`, `source` and `vetting`; SAFETY.md says what it rests on.
 #[deny(unsafe_code)]
 mod accumulator;
 mod capsule;
@@ -8,7 +8,9 @@ mod capsule;
 mod errors;
 #[deny(unsafe_code)]
 mod gradients;
+mod numpy;
 mod source;
+mod vetting;
 
 use pyo3::prelude::*;
 

@@ -1,91 +1,177 @@
 //! Gradients as Python gives them: NumPy arrays, DLPack capsules, and whatever makes such.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::sync::{Mutex, PoisonError};
 
-use gradacc::dlpack::Imported;
-use gradacc::{DType, Error, TensorError, TensorView};
+use gradacc::dlpack::abi::DLTensor;
+use gradacc::dlpack::{self, Imported};
+use gradacc::{TensorError, TensorView};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{IntoPyDict, PyCapsule, PyTuple, PyType};
+use pyo3::types::{IntoPyDict, PyCapsule, PyType};
 use pyo3::{ffi, intern};
 
-use crate::{capsule, errors};
+use crate::capsule::{self, Describe};
+use crate::{errors, numpy};
 
-/// Somebody's tensor, kept alive and unchanged in shape while we look at it.
-pub(crate) enum Source {
-    DLPack(Imported),
-    Array(Array),
+/// The gradients of a micro-batch by their parameters' numbers, and what keeps their memory alive. Copies nothing.
+pub(crate) struct Batch {
+    /// Their lifetime is in truth that of the owners: they are lent out, and nobody clones them.
+    views: Vec<(usize, TensorView<'static>)>,
+    owners: Vec<Owner>,
+    last: Option<(*mut ffi::PyTypeObject, Way)>,
 }
 
-impl Source {
-    /// Copies nothing. `id` is for messages.
-    pub(crate) fn new(object: &Bound<'_, PyAny>, id: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let py = object.py();
-        if is_numpy(object)? {
-            return Array::new(object, id).map(Self::Array);
-        }
-        if let Ok(capsule) = object.cast::<PyCapsule>() {
-            return consume(capsule, id);
-        }
-        let object = match object.getattr_opt(intern!(py, "requires_grad"))? {
-            Some(requires_grad) => torch_values(object, requires_grad.is_truthy()?, id)?,
-            None => object.clone(),
-        };
-        let Some(export) = object.getattr_opt(intern!(py, "__dlpack__"))? else {
-            let accepted = "a NumPy array, or an object that has __dlpack__".into();
-            let got = errors::type_name(&object);
-            return Err(raise(py, TensorError::Dtype { accepted, got }, id));
-        };
-        let arguments = [(intern!(py, "max_version"), (1, 0))].into_py_dict(py)?;
-        let produced = match export.call((), Some(&arguments)) {
-            // A producer from before DLPack 1.0, which knows of no versions.
-            Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0(),
-            produced => produced,
-        };
-        let produced = produced.map_err(|cause| {
-            let reason = format!("its __dlpack__ failed: {cause}");
-            errors::refuse(py, &errors::name(id), &reason, Some(cause))
-        })?;
-        match produced.cast::<PyCapsule>() {
-            Ok(capsule) => consume(capsule, id),
-            Err(_) => {
-                let reason = format!("its __dlpack__ returned {}, not a capsule", errors::type_name(&produced));
-                Err(errors::refuse(py, &errors::name(id), &reason, None))
-            }
-        }
+#[expect(dead_code, reason = "held, not read")]
+enum Owner {
+    Object(Py<PyAny>),
+    Tensor(Imported),
+}
+
+impl Batch {
+    pub(crate) fn with_capacity(capacity: usize) -> Self {
+        Self { views: Vec::with_capacity(capacity), owners: Vec::with_capacity(capacity), last: None }
     }
 
-    pub(crate) fn view(&self) -> Result<TensorView<'_>, TensorError> {
+    /// Looks at one more gradient. `id` is for messages.
+    pub(crate) fn push(&mut self, number: usize, object: &Bound<'_, PyAny>, id: &Bound<'_, PyAny>) -> PyResult<()> {
+        let class = object.get_type_ptr();
+        let way = match self.last {
+            Some((last, way)) if last == class => way,
+            _ => Way::of(&object.get_type())?,
+        };
+        self.last = Some((class, way));
+        let (view, owner) = way.import(object, id)?;
+        self.views.push((number, view));
+        self.owners.push(owner);
+        Ok(())
+    }
+
+    /// The gradients, for as long as the batch is there.
+    pub(crate) fn views(&mut self) -> &mut [(usize, TensorView<'static>)] {
+        &mut self.views
+    }
+}
+
+/// How tensors of a type are looked at.
+#[derive(Clone, Copy)]
+enum Way {
+    Numpy,
+    Capsule,
+    /// By DLPack's C table, or by `__dlpack__`; and whether the type is one of torch.
+    DLPack {
+        describe: Option<Describe>,
+        is_torch: bool,
+    },
+}
+
+impl Way {
+    /// Remembers the answer, and the type, for good.
+    fn of(class: &Bound<'_, PyType>) -> PyResult<Self> {
+        struct Known(Vec<(Py<PyType>, Way)>);
+        static KNOWN: Mutex<Known> = Mutex::new(Known(Vec::new()));
+        let find = |known: &Known| known.0.iter().find(|(known, _)| known.is(class)).map(|&(_, way)| way);
+        if let Some(way) = find(&KNOWN.lock().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(way);
+        }
+        // The lock is not held while Python code runs.
+        let way = Self::find_out(class)?;
+        KNOWN.lock().unwrap_or_else(PoisonError::into_inner).0.push((class.clone().unbind(), way));
+        Ok(way)
+    }
+
+    fn find_out(class: &Bound<'_, PyType>) -> PyResult<Self> {
+        let py = class.py();
+        if numpy::is_numpy(class)? {
+            return Ok(Self::Numpy);
+        }
+        if class.is_subclass_of::<PyCapsule>()? {
+            return Ok(Self::Capsule);
+        }
+        let is_torch = class.hasattr(intern!(py, "requires_grad"))? && class.hasattr(intern!(py, "is_neg"))?;
+        let table = class.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))?;
+        Ok(Self::DLPack { describe: table.and_then(|table| capsule::describe(&table)), is_torch })
+    }
+
+    /// A view of a tensor, and what keeps its memory alive: to be kept as long as the view.
+    fn import(self, object: &Bound<'_, PyAny>, id: &Bound<'_, PyAny>) -> PyResult<(TensorView<'static>, Owner)> {
         match self {
-            // SAFETY: the capsule it came from was marked as used, so it is ours alone, and what a producer says of its
-            // tensor has to be believed. Not guaranteed: that nobody writes to it meanwhile.
-            Self::DLPack(tensor) => unsafe { tensor.view() },
-            Self::Array(array) => array.view(),
+            Self::Numpy => {
+                // SAFETY: the capsule is returned together with the view.
+                let array = unsafe { numpy::view(object) }?;
+                let (view, capsule) = array.map_err(|reason| raise(reason, id))?;
+                Ok((view, Owner::Object(capsule)))
+            }
+            Self::Capsule => consume(object.cast::<PyCapsule>()?, id),
+            Self::DLPack { describe, is_torch: true } => by_dlpack(&torch_values(object, id)?, describe, id),
+            Self::DLPack { describe, is_torch: false } => by_dlpack(object, describe, id),
         }
     }
 }
 
-fn consume(capsule: &Bound<'_, PyCapsule>, id: &Bound<'_, PyAny>) -> PyResult<Source> {
+fn by_dlpack(
+    object: &Bound<'_, PyAny>,
+    describe: Option<Describe>,
+    id: &Bound<'_, PyAny>,
+) -> PyResult<(TensorView<'static>, Owner)> {
+    if let Some(describe) = describe {
+        let mut tensor = std::mem::MaybeUninit::<DLTensor>::uninit();
+        // SAFETY: the table is of the object's own type; it fills the struct or raises.
+        let status = unsafe { describe(object.as_ptr().cast(), tensor.as_mut_ptr()) };
+        if status != 0 {
+            return Err(failed("its DLPack table", PyErr::fetch(object.py()), id));
+        }
+        // SAFETY: filled, and the object, which stays alive as the owner, keeps the memory. Not guaranteed: that nobody
+        // writes to it, or gives the object other memory, meanwhile.
+        let view = unsafe { dlpack::view(tensor.assume_init_ref()) };
+        return Ok((view.map_err(|reason| raise(reason, id))?, Owner::Object(object.clone().unbind())));
+    }
+    let py = object.py();
+    let Some(export) = object.getattr_opt(intern!(py, "__dlpack__"))? else {
+        let accepted = "a NumPy array, or an object that has __dlpack__".into();
+        return Err(raise(TensorError::Dtype { accepted, got: errors::type_name(object) }, id));
+    };
+    let arguments = [(intern!(py, "max_version"), (1, 0))].into_py_dict(py)?;
+    let produced = match export.call((), Some(&arguments)) {
+        // A producer from before DLPack 1.0, which knows of no versions.
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0(),
+        produced => produced,
+    };
+    let produced = produced.map_err(|cause| failed("its __dlpack__", cause, id))?;
+    match produced.cast::<PyCapsule>() {
+        Ok(capsule) => consume(capsule, id),
+        Err(_) => {
+            let reason = format!("its __dlpack__ returned {}, not a capsule", errors::type_name(&produced));
+            Err(errors::refuse(py, &errors::name(id), &reason, None))
+        }
+    }
+}
+
+fn consume(capsule: &Bound<'_, PyCapsule>, id: &Bound<'_, PyAny>) -> PyResult<(TensorView<'static>, Owner)> {
     let refuse =
         |cause: PyErr| errors::refuse(id.py(), &errors::name(id), &cause.value(id.py()).to_string(), Some(cause));
-    capsule::consume(capsule).map(Source::DLPack).map_err(refuse)
+    let tensor = capsule::consume(capsule).map_err(refuse)?;
+    // SAFETY: the capsule was marked as used, so the tensor is ours alone, and what a producer says of it has to be
+    // believed. Not guaranteed: that nobody writes to it meanwhile.
+    let view = unsafe { tensor.view() }.map_err(|reason| raise(reason, id))?;
+    // SAFETY: another lifetime for the same type; the tensor that it borrows from is returned with it as the owner.
+    let view = unsafe { std::mem::transmute::<TensorView<'_>, TensorView<'static>>(view) };
+    Ok((view, Owner::Tensor(tensor)))
 }
 
-fn raise(py: Python<'_>, reason: TensorError, id: &Bound<'_, PyAny>) -> PyErr {
-    errors::raise(py, reason.of(errors::name(id)))
+fn raise(reason: TensorError, id: &Bound<'_, PyAny>) -> PyErr {
+    errors::raise(id.py(), reason.of(errors::name(id)))
+}
+
+fn failed(what: &str, cause: PyErr, id: &Bound<'_, PyAny>) -> PyErr {
+    errors::refuse(id.py(), &errors::name(id), &format!("{what} failed: {cause}"), Some(cause))
 }
 
 /// What DLPack does not tell of a torch tensor: a leaf that requires grad is a parameter, not its gradient; a result of
 /// `create_graph` has a graph of its own, and is looked at without it; a sign may be still to be applied.
-fn torch_values<'py>(
-    tensor: &Bound<'py, PyAny>,
-    requires_grad: bool,
-    id: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
+fn torch_values<'py>(tensor: &Bound<'py, PyAny>, id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = tensor.py();
     let mut tensor = tensor.clone();
-    if requires_grad {
+    if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
         if tensor.getattr(intern!(py, "is_leaf"))?.is_truthy()? {
             let reason = "expected a gradient, got a leaf tensor that requires grad: pass its .grad";
             return Err(errors::refuse(py, &errors::name(id), reason, None));
@@ -96,106 +182,4 @@ fn torch_values<'py>(
         tensor = tensor.call_method0(intern!(py, "resolve_neg"))?;
     }
     Ok(tensor)
-}
-
-/// Whether an object is a NumPy array or scalar.
-fn is_numpy(object: &Bound<'_, PyAny>) -> PyResult<bool> {
-    static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    static SCALAR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    let py = object.py();
-    Ok(object.is_instance(ARRAY.import(py, "numpy", "ndarray")?)?
-        || object.is_instance(SCALAR.import(py, "numpy", "generic")?)?)
-}
-
-/// A NumPy array, by the capsule of its `__array_struct__`, which keeps it alive.
-///
-/// Unlike `__dlpack__` that works for read-only arrays and for scalars, in every NumPy, and is quick.
-pub(crate) struct Array {
-    capsule: Py<PyAny>,
-    dtype: DType,
-}
-
-/// `PyArrayInterface` of <https://numpy.org/doc/stable/reference/arrays.interface.html>.
-#[repr(C)]
-struct ArrayInterface {
-    two: c_int,
-    ndim: c_int,
-    kind: c_char,
-    element_bytes: c_int,
-    flags: c_int,
-    shape: *const ffi::Py_ssize_t,
-    /// In bytes.
-    strides: *const ffi::Py_ssize_t,
-    data: *const c_void,
-}
-
-/// `NPY_ARRAY_NOTSWAPPED`.
-const NATIVE_BYTE_ORDER: c_int = 0x200;
-
-impl Array {
-    fn new(array: &Bound<'_, PyAny>, id: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let py = array.py();
-        let capsule = array.getattr(intern!(py, "__array_struct__"))?;
-        // SAFETY: `__array_struct__` of a NumPy object is such a capsule.
-        let interface = unsafe { &*Self::interface(&capsule)? };
-        let name =
-            || -> PyResult<String> { array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "name"))?.extract() };
-        let dtype = match (interface.kind as u8, interface.element_bytes) {
-            (b'f', 2) => DType::F16,
-            (b'f', 4) => DType::F32,
-            (b'f', 8) => DType::F64,
-            // As ml_dtypes defines it.
-            (b'V', 2) if name()? == DType::BF16.name() => DType::BF16,
-            _ => return Err(raise(py, TensorError::unsupported(name()?), id)),
-        };
-        if interface.flags & NATIVE_BYTE_ORDER == 0 {
-            return Err(raise(py, TensorError::unsupported(format!("{dtype} in foreign byte order")), id));
-        }
-        Ok(Self { capsule: capsule.unbind(), dtype })
-    }
-
-    fn interface(capsule: &Bound<'_, PyAny>) -> PyResult<*const ArrayInterface> {
-        // SAFETY: any object may be asked; for one that is no such capsule it raises.
-        let pointer = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), std::ptr::null()) };
-        if pointer.is_null() { Err(PyErr::fetch(capsule.py())) } else { Ok(pointer.cast_const().cast()) }
-    }
-
-    fn view(&self) -> Result<TensorView<'_>, TensorError> {
-        Python::attach(|py| {
-            let interface =
-                Self::interface(self.capsule.bind(py)).map_err(|error| TensorError::Malformed(error.to_string()))?;
-            // SAFETY: checked to be such a capsule when this was made.
-            let interface = unsafe { &*interface };
-            let ndim = interface.ndim as usize;
-            let entries = |start: *const ffi::Py_ssize_t| -> &[isize] {
-                // SAFETY: NumPy gives `ndim` entries, of an array whose shape nobody changes while it is lent out.
-                if ndim == 0 { &[] } else { unsafe { std::slice::from_raw_parts(start, ndim) } }
-            };
-            let shape: Vec<usize> = entries(interface.shape).iter().map(|&size| size as usize).collect();
-            let element_bytes = self.dtype.len_bytes() as isize;
-            let strides = entries(interface.strides);
-            // A dimension of size 1 may have any stride.
-            if strides.iter().zip(&shape).any(|(stride, &size)| size > 1 && stride % element_bytes != 0) {
-                return Err(TensorError::Malformed(
-                    "expected strides that are multiples of the element size: pass numpy.ascontiguousarray of it"
-                        .into(),
-                ));
-            }
-            let strides: Vec<isize> = strides.iter().map(|stride| stride / element_bytes).collect();
-            // SAFETY: NumPy arrays lie in one allocation, which the capsule keeps alive. Not guaranteed: that nobody
-            // writes to it meanwhile.
-            unsafe { TensorView::from_raw_parts(interface.data, self.dtype, &shape, Some(&strides)) }
-        })
-    }
-}
-
-/// A parameter's shape and dtype, by the dtype's name.
-pub(crate) fn spec(id: u64, name: String, shape: Vec<usize>, dtype: &str) -> Result<gradacc::ParamSpec, Error> {
-    let dtype: DType = dtype.parse().map_err(|reason: TensorError| reason.of(&name))?;
-    Ok(gradacc::ParamSpec { id: gradacc::ParamId(id), name, shape: shape.into(), dtype })
-}
-
-/// A version as `__dlpack__` is given it.
-pub(crate) fn is_versioned(max_version: Option<Bound<'_, PyTuple>>) -> PyResult<bool> {
-    max_version.map_or(Ok(false), |version| Ok(version.get_item(0)?.extract::<i64>()? >= 1))
 }

@@ -197,34 +197,28 @@ impl GradientAccumulator {
         })?;
         match unknown {
             Some(id) => Err(Error::UnknownParameter { parameter: id.to_string() }),
-            None => self.add_batch(batch, weight),
+            None => self.add_batch(&mut batch, weight),
         }
     }
 }
 
 impl<S: Store> GradientAccumulator<S> {
-    /// Adds one micro-batch whose gradients go by their parameters' numbers in the layout, in any order.
+    /// Adds one micro-batch whose gradients go by their parameters' numbers in the layout. They are sorted by them.
     ///
     /// # Errors
     /// As for [`add`](GradientAccumulator::add). Panics if there is no parameter of a number.
-    pub fn add_batch(&mut self, mut batch: Vec<(usize, S::Tensor<'_>)>, weight: Weight) -> Result<Added> {
+    pub fn add_batch(&mut self, batch: &mut [(usize, S::Tensor<'_>)], weight: Weight) -> Result<Added> {
         self.window.admit(weight)?;
-        if !batch.is_sorted_by(|before, after| before.0 < after.0) {
-            batch.sort_by_key(|&(param, _)| param);
-            if let Some(twice) = batch.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-                return Err(Error::DuplicateParameter { parameter: self.name(twice[0].0) });
-            }
-        }
-        self.check(&batch)?;
+        self.check(batch)?;
         let (scale, policy) = (weight.scale(), self.policy);
         let last = if scale == 0.0 {
             Last { finite: true, norm: None }
         } else {
             let seen = self.window.seen();
             let report = if policy.on_nonfinite == OnNonFinite::Propagate {
-                self.store.add(&batch, scale, seen, policy.micro_norms)?
+                self.store.add(batch, scale, seen, policy.micro_norms)?
             } else {
-                let report = self.store.examine(&batch, policy.micro_norms)?;
+                let report = self.store.examine(batch, policy.micro_norms)?;
                 match report.first_nonfinite {
                     Some(place) if policy.on_nonfinite == OnNonFinite::Raise => {
                         return Err(Error::NonFinite { parameter: self.name(batch[place].0) });
@@ -234,7 +228,7 @@ impl<S: Store> GradientAccumulator<S> {
                         self.window.reject();
                         return Ok(Added { complete: false, skipped: true });
                     }
-                    None => self.store.add(&batch, scale, seen, false)?,
+                    None => self.store.add(batch, scale, seen, false)?,
                 };
                 report
             };
@@ -245,12 +239,23 @@ impl<S: Store> GradientAccumulator<S> {
         Ok(Added { complete: self.window.is_complete(), skipped: false })
     }
 
-    /// Everything about a sorted batch that can be refused without reading its elements.
-    fn check(&self, batch: &[(usize, S::Tensor<'_>)]) -> Result<()> {
-        batch.iter().try_for_each(|(param, gradient)| self.store.check(*param, gradient))?;
+    /// Sorts a batch, and refuses it for everything that can be told without reading its elements.
+    fn check(&self, batch: &mut [(usize, S::Tensor<'_>)]) -> Result<()> {
+        let (mut is_ascending, mut least) = (true, 0);
+        for (param, gradient) in &*batch {
+            is_ascending &= least <= *param;
+            least = *param + 1;
+            self.store.check(*param, gradient)?;
+        }
+        if !is_ascending {
+            batch.sort_by_key(|&(param, _)| param);
+            if let Some(twice) = batch.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+                return Err(Error::DuplicateParameter { parameter: self.name(twice[0].0) });
+            }
+        }
         if self.policy.on_missing == OnMissing::Error && batch.len() < self.store.layout().len() {
             let missing =
-                (0..).zip(batch).find(|(param, entry)| *param != entry.0).map_or(batch.len(), |(param, _)| param);
+                (0..).zip(&*batch).find(|(param, entry)| *param != entry.0).map_or(batch.len(), |(param, _)| param);
             return Err(Error::MissingGradient { parameter: self.name(missing) });
         }
         Ok(())

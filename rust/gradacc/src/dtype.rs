@@ -63,6 +63,11 @@ impl DType {
         }
     }
 
+    /// Whether a buffer of this dtype takes gradients of another.
+    pub fn takes(self, gradient: Self) -> bool {
+        self == gradient || matches!(self, Self::F32 | Self::F64)
+    }
+
     pub(crate) fn names(dtypes: &[Self]) -> String {
         dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ")
     }

@@ -122,7 +122,7 @@ impl Layout {
         if self.params.contains_key(&spec.id) {
             return Err(Error::DuplicateParameter { parameter: spec.name });
         }
-        if !accumulation.accepts().contains(&spec.dtype) {
+        if !accumulation.takes(spec.dtype) {
             let accepted = DType::names(accumulation.accepts());
             return Err(TensorError::Dtype { accepted, got: spec.dtype.to_string() }.of(spec.name));
         }

@@ -86,6 +86,14 @@ impl<'a> TensorView<'a> {
         Ok(Self { data: data.cast(), dtype, shape: shape.into(), len, walk, memory: PhantomData })
     }
 
+    /// Looks at other memory from now on, with the same dtype, shape and strides.
+    ///
+    /// # Safety
+    /// As for [`from_raw_parts`](Self::from_raw_parts), for the lifetime this view has.
+    pub unsafe fn set_data(&mut self, data: *const c_void) {
+        self.data = data.cast();
+    }
+
     /// Its dtype.
     pub fn dtype(&self) -> DType {
         self.dtype

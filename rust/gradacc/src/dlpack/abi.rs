@@ -92,6 +92,35 @@ pub struct DLManagedTensorVersioned {
     pub dl_tensor: DLTensor,
 }
 
+/// `DLPackExchangeAPIHeader`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct DLPackExchangeAPIHeader {
+    /// What the rest is laid out like.
+    pub version: DLPackVersion,
+    /// A table of an older major version, or NULL.
+    pub prev_api: *mut DLPackExchangeAPIHeader,
+}
+
+/// `DLPackExchangeAPI`, of DLPack 1.3: how a producer of Python objects hands tensors over without making any.
+#[derive(Debug)]
+#[repr(C)]
+pub struct DLPackExchangeAPI {
+    /// Stable across versions.
+    pub header: DLPackExchangeAPIHeader,
+    /// Not used here.
+    pub managed_tensor_allocator: *const c_void,
+    /// Not used here.
+    pub managed_tensor_from_py_object_no_sync: *const c_void,
+    /// Not used here.
+    pub managed_tensor_to_py_object_no_sync: *const c_void,
+    /// Describes the tensor of an object of the producer's type, which stays its owner; the description holds until
+    /// control returns to the producer. 0, or -1 with a Python exception set.
+    pub dltensor_from_py_object_no_sync: Option<unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> i32>,
+    /// Not used here.
+    pub current_work_stream: *const c_void,
+}
+
 #[cfg(all(test, target_pointer_width = "64"))]
 mod tests {
     use std::mem::offset_of;
@@ -112,5 +141,6 @@ mod tests {
         assert_eq!(offsets, [8, 16, 20, 24, 32, 40]);
         assert_eq!((size_of::<DLManagedTensor>(), size_of::<DLManagedTensorVersioned>()), (64, 80));
         assert_eq!(offset_of!(DLManagedTensorVersioned, dl_tensor), 32);
+        assert_eq!(offset_of!(DLPackExchangeAPI, dltensor_from_py_object_no_sync), 40);
     }
 }

@@ -21,6 +21,7 @@ use parallel::{Finding, Workers};
 use scalar::LANES;
 
 use crate::buffer::{Buffer, Lease};
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::param::Slot;
 use crate::store::Report;
@@ -99,14 +100,19 @@ pub(crate) fn add<'a>(
 ) -> Result<Report> {
     let kernels = Kernels::get()?;
     let mut ends = vec![0; buffers.len()];
+    let mut last: Option<((DType, DType, bool), Add)> = None;
     let targets = jobs.map(|Job { source, slot, write }| {
         let buffer: &mut Buffer = buffers[slot.buffer].as_mut().expect("a buffer that is added to is there");
         let end = slot.offset + slot.len;
         assert!(ends[slot.buffer] <= slot.offset && end <= buffer.len(), "slots overlap or leave their buffer");
         assert_eq!(source.len(), slot.len, "a source has the size of its slot");
         ends[slot.buffer] = end;
-        let kernel = kernels.add(source.dtype(), buffer.dtype(), write, norm);
-        let kernel = kernel.expect("the buffer takes gradients of this dtype");
+        let of = (source.dtype(), buffer.dtype(), write);
+        let kernel = match last {
+            Some((last, kernel)) if last == of => kernel,
+            _ => kernels.add(of.0, of.1, write, norm).expect("the buffer takes gradients of this dtype"),
+        };
+        last = Some((of, kernel));
         let element_bytes = buffer.dtype().len_bytes();
         let start = Shared(buffer.as_mut_ptr().wrapping_add(slot.offset * element_bytes));
         Target { source, start, element_bytes, kernel }

@@ -63,13 +63,14 @@ impl Store for FlatStore {
 
     fn check(&self, param: usize, gradient: &TensorView<'_>) -> Result<()> {
         let spec = self.layout.spec(param);
-        if gradient.shape() != &spec.shape[..] {
+        // Compared one by one: most shapes are too short to be worth a call of memcmp.
+        if !gradient.shape().iter().eq(&spec.shape) {
             let (expected, got) = (spec.shape.as_slice().into(), gradient.shape().into());
             return Err(TensorError::Shape { expected, got }.of(&spec.name));
         }
-        let accepted = self.layout.buffers()[self.layout.slot(param).buffer].dtype.accepts();
-        if !accepted.contains(&gradient.dtype()) {
-            let (accepted, got) = (DType::names(accepted), gradient.dtype().to_string());
+        let sums = self.layout.buffers()[self.layout.slot(param).buffer].dtype;
+        if !sums.takes(gradient.dtype()) {
+            let (accepted, got) = (DType::names(sums.accepts()), gradient.dtype().to_string());
             return Err(TensorError::Dtype { accepted, got }.of(&spec.name));
         }
         Ok(())
@@ -80,19 +81,27 @@ impl Store for FlatStore {
     }
 
     fn add(&mut self, batch: &[(usize, TensorView<'_>)], scale: f64, seen: &[Seen], norm: bool) -> Result<Report> {
-        let mut len_bytes = 0;
+        let (mut len_bytes, mut any_first) = (0, false);
+        let mut is_used = vec![false; self.buffers.len()];
         for (param, gradient) in batch {
             let slot = self.layout.slot(*param);
-            self.lease(slot.buffer)?;
-            let dtype = self.layout.buffers()[slot.buffer].dtype;
-            len_bytes += slot.len * (gradient.dtype().len_bytes() + dtype.len_bytes());
+            is_used[slot.buffer] = true;
+            any_first |= seen[*param] != Seen::Written;
+            len_bytes +=
+                slot.len * (gradient.dtype().len_bytes() + self.layout.buffers()[slot.buffer].dtype.len_bytes());
+        }
+        for buffer in (0..self.buffers.len()).filter(|&buffer| is_used[buffer]) {
+            let dtype = self.layout.buffers()[buffer].dtype;
             if dtype != DType::F64 && !(scale as f32).is_finite() {
                 return Err(Error::argument("scale", format!("{scale} exceeds the largest number of {dtype} sums")));
             }
+            self.lease(buffer)?;
         }
-        for &(param, _) in batch.iter().filter(|&&(param, _)| seen[param] != Seen::Written) {
-            if let Some(buffer) = &mut self.buffers[self.layout.slot(param).buffer] {
-                buffer.touch(param);
+        if any_first {
+            for &(param, _) in batch {
+                if let Some(buffer) = &mut self.buffers[self.layout.slot(param).buffer] {
+                    buffer.touch(param);
+                }
             }
         }
         let layout = &self.layout;

@@ -1,5 +1,7 @@
 //! The body of every kernel, once. The clones in `dispatch` inline it and let the compiler vectorise it.
 
+use std::mem::MaybeUninit;
+
 use super::isa::Isa;
 use super::scalar::{LANES, Scalar, Wide};
 
@@ -33,19 +35,29 @@ impl<'a> Moments<'a> {
     }
 }
 
-/// How many elements a loop may run over.
-fn run_of<S: Scalar, const NORM: bool>(len: usize) -> usize {
-    if NORM || S::IS_STAGED { LANES } else { len.max(1) }
+/// What becomes of the sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// They grow.
+    Add,
+    /// They are written.
+    Write,
+    /// They are written, and not read again soon.
+    Stream,
 }
 
-/// `target = source * scale`, or `target += source * scale`: the scale rounded to the sum's type once, multiplication
-/// and addition rounded each.
+const ADD: u8 = Mode::Add as u8;
+const STREAM: u8 = Mode::Stream as u8;
+
+/// `target = source * scale`, or `target += source * scale` if MODE is [`Mode::Add`]: the scale rounded to the sum's
+/// type once, multiplication and addition rounded each.
 ///
 /// # Safety
-/// `source` is readable and `target` writable (readable too, unless WRITE) for `len` elements; `target` is aligned,
-/// `source` need not be. They do not overlap. The machine has the instruction set I.
+/// `source` is readable and `target` writable (readable too, for `Mode::Add`) for `len` elements; `target` is 64-byte
+/// aligned, `source` need not be. They do not overlap. The machine has the instruction set I. `moments` has lanes if,
+/// and only if, NORM asks for squares.
 #[inline(always)]
-pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const WRITE: bool, const NORM: bool>(
+pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const MODE: u8, const NORM: bool>(
     target: *mut u8,
     source: *const u8,
     len: usize,
@@ -54,14 +66,18 @@ pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const WRITE: bool, const 
 ) {
     let scale = T::Wide::of(scale);
     let mut stage = [S::Wide::of(0.0); LANES];
+    let mut sums = Sums([const { MaybeUninit::<T>::uninit() }; LANES]);
     let mut largest = S::Wide::ZERO;
-    let run = run_of::<S, NORM>(len);
+    let run = if NORM || S::IS_STAGED || MODE == STREAM { LANES } else { len.max(1) };
     let mut start = 0;
     while start < len {
         let len = run.min(len - start);
-        // SAFETY: `start + len` is within the length, and the rest is this function's contract.
+        // SAFETY: `start + len` is within the length, and the rest is this function's contract. A whole run of sums is a
+        // multiple of 64 bytes, so that each run starts on such a boundary.
         unsafe {
             let target = target.cast::<T>().add(start);
+            let streams = MODE == STREAM && len == LANES;
+            let place = if streams { sums.0.as_mut_ptr().cast::<T>() } else { target };
             let source = S::stage::<I>(source.cast::<S>().add(start), len, &mut stage);
             for i in 0..len {
                 let value = source.add(i).read_unaligned().widen();
@@ -70,14 +86,24 @@ pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const WRITE: bool, const 
                     *moments.squares.get_unchecked_mut(i) += value.to_f64() * value.to_f64();
                 }
                 let term = T::Wide::of(value).multiply(scale);
-                let sum = if WRITE { term } else { target.add(i).read().widen().add(term) };
-                target.add(i).write(T::narrow(sum));
+                let sum = if MODE == ADD { place.add(i).read().widen().add(term) } else { term };
+                place.add(i).write(T::narrow(sum));
+            }
+            if streams {
+                I::stream(place.cast_const().cast(), target.cast(), size_of::<[T; LANES]>());
             }
         }
         start += run;
     }
+    if MODE == STREAM {
+        I::fence();
+    }
     moments.finite &= largest < S::Wide::INFINITE;
 }
+
+/// A run of sums on its way past the caches.
+#[repr(align(64))]
+struct Sums<T>([MaybeUninit<T>; LANES]);
 
 /// Reads only: finds the moments.
 ///
@@ -91,7 +117,7 @@ pub(super) unsafe fn examine<I: Isa, S: Scalar, const NORM: bool>(
 ) {
     let mut stage = [S::Wide::of(0.0); LANES];
     let mut largest = S::Wide::ZERO;
-    let run = run_of::<S, NORM>(len);
+    let run = if NORM || S::IS_STAGED { LANES } else { len.max(1) };
     let mut start = 0;
     while start < len {
         let len = run.min(len - start);

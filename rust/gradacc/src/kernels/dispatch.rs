@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
-use super::body::{self, Moments};
+use super::body::{self, Mode, Moments};
 use super::isa;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -50,8 +50,8 @@ pub(super) type Scale = unsafe fn(*mut u8, *const u8, usize, f64);
 /// The kernels of one level. The flags of a kernel are chosen here, once per tensor, never per element.
 pub(super) struct Kernels {
     pub(super) level: SimdLevel,
-    /// By dtype of the gradient and of the sums, whether it writes, and whether it sums squares.
-    add: fn(DType, DType, bool, bool) -> Option<Add>,
+    /// By dtype of the gradient and of the sums, what becomes of these, and whether squares are summed.
+    add: fn(DType, DType, Mode, bool) -> Option<Add>,
     /// By dtype, and whether it sums squares.
     pub(super) examine: fn(DType, bool) -> Examine,
     /// By dtype, and whether it divides.
@@ -107,8 +107,8 @@ impl Kernels {
     }
 
     /// None if the buffer does not take such gradients.
-    pub(super) fn add(&self, source: DType, target: DType, write: bool, norm: bool) -> Option<Add> {
-        (self.add)(source, target, write, norm)
+    pub(super) fn add(&self, source: DType, target: DType, mode: Mode, norm: bool) -> Option<Add> {
+        (self.add)(source, target, mode, norm)
     }
 }
 
@@ -129,7 +129,7 @@ macro_rules! level {
             /// # Safety
             #[doc = "See [`body::add`]. The machine has the features."]
             $(#[target_feature(enable = $features)])?
-            unsafe fn add<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar, const WRITE: bool, const NORM: bool>(
+            unsafe fn add<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar, const MODE: u8, const NORM: bool>(
                 target: *mut u8,
                 source: *const u8,
                 len: usize,
@@ -137,7 +137,7 @@ macro_rules! level {
                 moments: &mut Moments<'_>,
             ) {
                 // SAFETY: the caller's contract is the same.
-                unsafe { body::add::<$isa, S, T, WRITE, NORM>(target, source, len, scale, moments) }
+                unsafe { body::add::<$isa, S, T, MODE, NORM>(target, source, len, scale, moments) }
             }
 
             /// # Safety
@@ -156,28 +156,33 @@ macro_rules! level {
                 unsafe { body::scale::<T, DIVIDE>(target, source, len, factor) }
             }
 
-            fn flags<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar>(write: bool, norm: bool) -> Option<Add> {
-                Some(match (write, norm) {
-                    (false, false) => add::<S, T, false, false>,
-                    (false, true) => add::<S, T, false, true>,
-                    (true, false) => add::<S, T, true, false>,
-                    (true, true) => add::<S, T, true, true>,
+            fn flags<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar>(mode: Mode, norm: bool) -> Option<Add> {
+                const ADD: u8 = Mode::Add as u8;
+                const WRITE: u8 = Mode::Write as u8;
+                const STREAM: u8 = Mode::Stream as u8;
+                Some(match (mode, norm) {
+                    (Mode::Add, false) => add::<S, T, ADD, false>,
+                    (Mode::Add, true) => add::<S, T, ADD, true>,
+                    (Mode::Write, false) => add::<S, T, WRITE, false>,
+                    (Mode::Write, true) => add::<S, T, WRITE, true>,
+                    (Mode::Stream, false) => add::<S, T, STREAM, false>,
+                    (Mode::Stream, true) => add::<S, T, STREAM, true>,
                 })
             }
 
             pub(super) static KERNELS: Kernels = Kernels {
                 level: SimdLevel::$level,
-                add: |source, target, write, norm| match (source, target) {
-                    (DType::F16, DType::F16) => flags::<f16, f16>(write, norm),
-                    (DType::BF16, DType::BF16) => flags::<bf16, bf16>(write, norm),
-                    (DType::F16, DType::F32) => flags::<f16, f32>(write, norm),
-                    (DType::BF16, DType::F32) => flags::<bf16, f32>(write, norm),
-                    (DType::F32, DType::F32) => flags::<f32, f32>(write, norm),
-                    (DType::F64, DType::F32) => flags::<f64, f32>(write, norm),
-                    (DType::F16, DType::F64) => flags::<f16, f64>(write, norm),
-                    (DType::BF16, DType::F64) => flags::<bf16, f64>(write, norm),
-                    (DType::F32, DType::F64) => flags::<f32, f64>(write, norm),
-                    (DType::F64, DType::F64) => flags::<f64, f64>(write, norm),
+                add: |source, target, mode, norm| match (source, target) {
+                    (DType::F16, DType::F16) => flags::<f16, f16>(mode, norm),
+                    (DType::BF16, DType::BF16) => flags::<bf16, bf16>(mode, norm),
+                    (DType::F16, DType::F32) => flags::<f16, f32>(mode, norm),
+                    (DType::BF16, DType::F32) => flags::<bf16, f32>(mode, norm),
+                    (DType::F32, DType::F32) => flags::<f32, f32>(mode, norm),
+                    (DType::F64, DType::F32) => flags::<f64, f32>(mode, norm),
+                    (DType::F16, DType::F64) => flags::<f16, f64>(mode, norm),
+                    (DType::BF16, DType::F64) => flags::<bf16, f64>(mode, norm),
+                    (DType::F32, DType::F64) => flags::<f32, f64>(mode, norm),
+                    (DType::F64, DType::F64) => flags::<f64, f64>(mode, norm),
                     (_, DType::F16 | DType::BF16) => None,
                 },
                 examine: |source, norm| match (source, norm) {

@@ -15,6 +15,35 @@ pub(super) trait Isa {
         // SAFETY: this function's contract.
         unsafe { widen_one_by_one(source, 0, len, target) }
     }
+
+    /// Copies past the caches, where there is a way: the target is not read first, nor does it take anybody's place.
+    ///
+    /// # Safety
+    /// `source` is readable and `target` writable for `len_bytes`, a multiple of 64; `target` is 64-byte aligned. They do
+    /// not overlap. The machine has the instruction set. [`fence`](Self::fence) comes before others may read.
+    #[inline(always)]
+    unsafe fn stream(source: *const u8, target: *mut u8, len_bytes: usize) {
+        // SAFETY: this function's contract; every x86-64 has SSE2.
+        unsafe {
+            #[cfg(target_arch = "x86_64")]
+            for i in (0..len_bytes).step_by(16) {
+                use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
+                _mm_stream_si128(target.add(i).cast(), _mm_loadu_si128(source.add(i).cast()));
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            std::ptr::copy_nonoverlapping(source, target, len_bytes);
+        }
+    }
+
+    /// Makes what was streamed visible to whoever synchronises with this thread.
+    #[inline(always)]
+    fn fence() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 has SSE.
+        unsafe {
+            std::arch::x86_64::_mm_sfence();
+        }
+    }
 }
 
 /// # Safety
@@ -38,7 +67,8 @@ pub(super) use x86::{Avx2, Avx512};
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        _mm_loadu_si128, _mm256_cvtph_ps, _mm256_loadu_si256, _mm256_storeu_ps, _mm512_cvtph_ps, _mm512_storeu_ps,
+        _mm_loadu_si128, _mm256_cvtph_ps, _mm256_loadu_si256, _mm256_storeu_ps, _mm256_stream_si256, _mm512_cvtph_ps,
+        _mm512_loadu_si512, _mm512_storeu_ps, _mm512_stream_si512,
     };
 
     use super::{Isa, LANES, f16, widen_one_by_one};
@@ -59,6 +89,14 @@ mod x86 {
                 widen_one_by_one(source, whole, len, target);
             }
         }
+
+        #[inline(always)]
+        unsafe fn stream(source: *const u8, target: *mut u8, len_bytes: usize) {
+            for i in (0..len_bytes).step_by(32) {
+                // SAFETY: this function's contract.
+                unsafe { _mm256_stream_si256(target.add(i).cast(), _mm256_loadu_si256(source.add(i).cast())) };
+            }
+        }
     }
 
     /// AVX-512 F, BW, DQ and VL.
@@ -75,6 +113,14 @@ mod x86 {
                     _mm512_storeu_ps(target.as_mut_ptr().add(i), wide);
                 }
                 widen_one_by_one(source, whole, len, target);
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn stream(source: *const u8, target: *mut u8, len_bytes: usize) {
+            for i in (0..len_bytes).step_by(64) {
+                // SAFETY: this function's contract.
+                unsafe { _mm512_stream_si512(target.add(i).cast(), _mm512_loadu_si512(source.add(i).cast())) };
             }
         }
     }

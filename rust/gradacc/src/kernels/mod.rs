@@ -15,7 +15,7 @@ pub use parallel::{num_threads, set_num_threads};
 
 use std::mem::MaybeUninit;
 
-use body::Moments;
+use body::{Mode, Moments};
 use dispatch::{Add, Kernels};
 use parallel::{Finding, Workers};
 use scalar::LANES;
@@ -29,6 +29,9 @@ use crate::view::TensorView;
 
 /// Elements of a chunk: small enough to spread a large tensor over the cores, large enough to be worth the trouble.
 const CHUNK: usize = 1 << 16;
+
+/// A micro-batch that reads and writes so many bytes is written past the caches: it would not stay in them anyway.
+const STREAM_BYTES: usize = 1 << 26;
 
 /// Bytes that elements of a strided tensor are gathered in, in logical order, before a kernel sees them.
 const STAGE_BYTES: usize = 4096;
@@ -100,17 +103,22 @@ pub(crate) fn add<'a>(
 ) -> Result<Report> {
     let kernels = Kernels::get()?;
     let mut ends = vec![0; buffers.len()];
-    let mut last: Option<((DType, DType, bool), Add)> = None;
+    let mut last: Option<((DType, DType, Mode), Add)> = None;
     let targets = jobs.map(|Job { source, slot, write }| {
         let buffer: &mut Buffer = buffers[slot.buffer].as_mut().expect("a buffer that is added to is there");
         let end = slot.offset + slot.len;
         assert!(ends[slot.buffer] <= slot.offset && end <= buffer.len(), "slots overlap or leave their buffer");
         assert_eq!(source.len(), slot.len, "a source has the size of its slot");
         ends[slot.buffer] = end;
-        let of = (source.dtype(), buffer.dtype(), write);
+        let mode = match write {
+            true if len_bytes >= STREAM_BYTES => Mode::Stream,
+            true => Mode::Write,
+            false => Mode::Add,
+        };
+        let of = (source.dtype(), buffer.dtype(), mode);
         let kernel = match last {
             Some((last, kernel)) if last == of => kernel,
-            _ => kernels.add(of.0, of.1, write, norm).expect("the buffer takes gradients of this dtype"),
+            _ => kernels.add(of.0, of.1, mode, norm).expect("the buffer takes gradients of this dtype"),
         };
         last = Some((of, kernel));
         let element_bytes = buffer.dtype().len_bytes();
@@ -217,11 +225,18 @@ pub(crate) fn scale(target: &mut Buffer, source: Option<&Buffer>, slots: &[Slot]
 
 /// Calls `work` with runs of a chunk's elements, in logical order: where a run starts in the tensor, where its elements
 /// lie one after the other, and how many they are; in all but the last run a multiple of LANES.
+#[inline(always)]
 fn each_run(source: &TensorView<'_>, task: &Task, mut work: impl FnMut(usize, *const u8, usize)) {
-    let element_bytes = source.dtype().len_bytes();
-    if let Some(data) = source.contiguous() {
-        return work(task.start, data.wrapping_add(task.start * element_bytes), task.len);
+    match source.contiguous() {
+        Some(data) => work(task.start, data.wrapping_add(task.start * source.dtype().len_bytes()), task.len),
+        None => each_gathered_run(source, task, work),
     }
+}
+
+/// Apart from the above, which is to have no stage on its stack.
+#[inline(never)]
+fn each_gathered_run(source: &TensorView<'_>, task: &Task, mut work: impl FnMut(usize, *const u8, usize)) {
+    let element_bytes = source.dtype().len_bytes();
     let mut stage = [MaybeUninit::<u64>::uninit(); STAGE_BYTES / 8];
     let stage: *mut u8 = stage.as_mut_ptr().cast();
     let capacity = STAGE_BYTES / element_bytes;

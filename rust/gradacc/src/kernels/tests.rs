@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::body::Moments;
+use super::body::{Mode, Moments};
 use super::dispatch::{Kernels, SimdLevel};
 use super::scalar::{LANES, Scalar, Wide};
 use crate::dtype::Element;
@@ -20,6 +20,38 @@ fn numbers(count: usize) -> Vec<f64> {
 
 fn of<T: Scalar>(values: &[f64]) -> Vec<T> {
     values.iter().map(|&value| T::from_f64(value)).collect()
+}
+
+/// Elements on a 64-byte boundary, as slots are.
+struct Aligned<T: Scalar> {
+    memory: Vec<[u64; 8]>,
+    len: usize,
+    elements: std::marker::PhantomData<T>,
+}
+
+impl<T: Scalar> Aligned<T> {
+    fn new(elements: &[T]) -> Self {
+        // One more than needed, and the first on a boundary found below.
+        let mut memory = vec![[0; 8]; size_of_val(elements).div_ceil(64) + 2];
+        let shift = memory.as_ptr().cast::<u8>().align_offset(64);
+        bytemuck::cast_slice_mut::<_, u8>(&mut memory)[shift..][..size_of_val(elements)]
+            .copy_from_slice(bytemuck::cast_slice(elements));
+        Self { memory, len: elements.len(), elements: std::marker::PhantomData }
+    }
+
+    fn start(&self) -> usize {
+        self.memory.as_ptr().cast::<u8>().align_offset(64)
+    }
+
+    fn get(&self) -> &[T] {
+        let bytes = &bytemuck::cast_slice::<_, u8>(&self.memory)[self.start()..];
+        bytemuck::cast_slice(&bytes[..self.len * size_of::<T>()])
+    }
+
+    fn as_mut_ptr(&mut self) -> *mut u8 {
+        let start = self.start();
+        bytemuck::cast_slice_mut::<_, u8>(&mut self.memory)[start..].as_mut_ptr()
+    }
 }
 
 /// Equal bits, or both NaN.
@@ -72,9 +104,14 @@ fn check_add<S: Scalar, T: Scalar>() {
     each_level(|kernels, level| {
         for len in LENGTHS {
             for offset in 0..if len > 100 { 2 } else { 4 } {
-                for (write, norm, scale) in
-                    [(true, false, 1.0), (false, false, 1.0), (false, true, 0.3), (true, true, -7.1)]
-                {
+                for (mode, norm, scale) in [
+                    (Mode::Write, false, 1.0),
+                    (Mode::Add, false, 1.0),
+                    (Mode::Add, true, 0.3),
+                    (Mode::Write, true, -7.1),
+                    (Mode::Stream, false, 0.7),
+                    (Mode::Stream, true, 1.0),
+                ] {
                     let source = &values[offset..offset + len];
                     let scaled = T::Wide::of(scale);
                     let expected: Vec<T> = source
@@ -82,19 +119,19 @@ fn check_add<S: Scalar, T: Scalar>() {
                         .zip(&before)
                         .map(|(&value, &before)| {
                             let term = widened(value).multiply(scaled);
-                            T::narrow(if write { term } else { before.widen().add(term) })
+                            T::narrow(if mode == Mode::Add { before.widen().add(term) } else { term })
                         })
                         .collect();
-                    let mut target = before[..len].to_vec();
+                    let mut target = Aligned::new(&before[..len]);
                     let mut squares = if norm { vec![0.0; LANES] } else { vec![] };
                     let mut moments = Moments::new(&mut squares);
-                    let add = kernels.add(S::DTYPE, T::DTYPE, write, norm).unwrap();
+                    let add = kernels.add(S::DTYPE, T::DTYPE, mode, norm).unwrap();
                     // SAFETY: both hold `len` elements of these dtypes and are different Vecs; the level is there.
                     unsafe {
-                        add(target.as_mut_ptr().cast(), source.as_ptr().cast(), len, scale, &mut moments);
+                        add(target.as_mut_ptr(), source.as_ptr().cast(), len, scale, &mut moments);
                     }
-                    let what = format!("{level}: {} += {} × {scale}, len {len}, write {write}", T::DTYPE, S::DTYPE);
-                    assert_same(&target, &expected, &what);
+                    let what = format!("{level}: {} += {} × {scale}, len {len}, {mode:?}", T::DTYPE, S::DTYPE);
+                    assert_same(target.get(), &expected, &what);
                     let finite = source.iter().all(|value| value.widen().to_f64().is_finite());
                     assert_eq!(moments.finite(), finite, "{what}");
                     if norm {

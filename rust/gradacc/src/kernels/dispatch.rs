@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
-use super::body::{self, Mode, Moments};
+use super::body::{self, ADD, EXAMINE, Mode, Moments, STREAM, WRITE};
 use super::isa;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -42,8 +42,6 @@ impl SimdLevel {
 
 /// See [`body::add`].
 pub(super) type Add = unsafe fn(*mut u8, *const u8, usize, f64, &mut Moments<'_>);
-/// See [`body::examine`].
-pub(super) type Examine = unsafe fn(*const u8, usize, &mut Moments<'_>);
 /// See [`body::scale`].
 pub(super) type Scale = unsafe fn(*mut u8, *const u8, usize, f64);
 
@@ -52,8 +50,6 @@ pub(super) struct Kernels {
     pub(super) level: SimdLevel,
     /// By dtype of the gradient and of the sums, what becomes of these, and whether squares are summed.
     add: fn(DType, DType, Mode, bool) -> Option<Add>,
-    /// By dtype, and whether it sums squares.
-    pub(super) examine: fn(DType, bool) -> Examine,
     /// By dtype, and whether it divides.
     pub(super) scale: fn(DType, bool) -> Scale,
 }
@@ -141,14 +137,6 @@ macro_rules! level {
             }
 
             /// # Safety
-            #[doc = "See [`body::examine`]. The machine has the features."]
-            $(#[target_feature(enable = $features)])?
-            unsafe fn examine<S: super::super::scalar::Scalar, const NORM: bool>(source: *const u8, len: usize, moments: &mut Moments<'_>) {
-                // SAFETY: the caller's contract is the same.
-                unsafe { body::examine::<$isa, S, NORM>(source, len, moments) }
-            }
-
-            /// # Safety
             #[doc = "See [`body::scale`]. The machine has the features."]
             $(#[target_feature(enable = $features)])?
             unsafe fn scale<T: super::super::scalar::Scalar, const DIVIDE: bool>(target: *mut u8, source: *const u8, len: usize, factor: f64) {
@@ -157,10 +145,9 @@ macro_rules! level {
             }
 
             fn flags<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar>(mode: Mode, norm: bool) -> Option<Add> {
-                const ADD: u8 = Mode::Add as u8;
-                const WRITE: u8 = Mode::Write as u8;
-                const STREAM: u8 = Mode::Stream as u8;
                 Some(match (mode, norm) {
+                    (Mode::Examine, false) => add::<S, T, EXAMINE, false>,
+                    (Mode::Examine, true) => add::<S, T, EXAMINE, true>,
                     (Mode::Add, false) => add::<S, T, ADD, false>,
                     (Mode::Add, true) => add::<S, T, ADD, true>,
                     (Mode::Write, false) => add::<S, T, WRITE, false>,
@@ -184,16 +171,6 @@ macro_rules! level {
                     (DType::F32, DType::F64) => flags::<f32, f64>(mode, norm),
                     (DType::F64, DType::F64) => flags::<f64, f64>(mode, norm),
                     (_, DType::F16 | DType::BF16) => None,
-                },
-                examine: |source, norm| match (source, norm) {
-                    (DType::F16, false) => examine::<f16, false>,
-                    (DType::F16, true) => examine::<f16, true>,
-                    (DType::BF16, false) => examine::<bf16, false>,
-                    (DType::BF16, true) => examine::<bf16, true>,
-                    (DType::F32, false) => examine::<f32, false>,
-                    (DType::F32, true) => examine::<f32, true>,
-                    (DType::F64, false) => examine::<f64, false>,
-                    (DType::F64, true) => examine::<f64, true>,
                 },
                 scale: |dtype, divide| match (dtype, divide) {
                     (DType::F16, false) => scale::<f16, false>,

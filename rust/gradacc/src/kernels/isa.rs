@@ -2,16 +2,17 @@
 
 use half::f16;
 
-use super::scalar::{LANES, Scalar};
+use super::body::RUN;
+use super::scalar::Scalar;
 
 /// An instruction set. Only the clone of a kernel that was compiled for it may name it.
 pub(super) trait Isa {
-    /// Widens `len` elements, at most LANES.
+    /// Widens `len` elements, at most RUN.
     ///
     /// # Safety
     /// `source` is readable for `len` elements, and need not be aligned. The machine has the instruction set.
     #[inline(always)]
-    unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; LANES]) {
+    unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; RUN]) {
         // SAFETY: this function's contract.
         unsafe { widen_one_by_one(source, 0, len, target) }
     }
@@ -35,6 +36,19 @@ pub(super) trait Isa {
         }
     }
 
+    /// Asks for memory that will be read soon. It need not be there.
+    #[inline(always)]
+    fn prefetch(memory: *const u8, len_bytes: usize) {
+        #[cfg(target_arch = "x86_64")]
+        for i in (0..len_bytes).step_by(64) {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: every x86-64 has SSE, and a prefetch of any address is a hint.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(memory.wrapping_add(i).cast()) };
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (memory, len_bytes);
+    }
+
     /// Makes what was streamed visible to whoever synchronises with this thread.
     #[inline(always)]
     fn fence() {
@@ -49,7 +63,7 @@ pub(super) trait Isa {
 /// # Safety
 /// `source` is readable for `end` elements.
 #[inline(always)]
-unsafe fn widen_one_by_one(source: *const f16, start: usize, end: usize, target: &mut [f32; LANES]) {
+unsafe fn widen_one_by_one(source: *const f16, start: usize, end: usize, target: &mut [f32; RUN]) {
     for (i, target) in target.iter_mut().enumerate().take(end).skip(start) {
         // SAFETY: `i < end`.
         *target = unsafe { source.add(i).read_unaligned() }.widen();
@@ -71,16 +85,16 @@ mod x86 {
         _mm512_loadu_si512, _mm512_storeu_ps, _mm512_stream_si512,
     };
 
-    use super::{Isa, LANES, f16, widen_one_by_one};
+    use super::{Isa, RUN, f16, widen_one_by_one};
 
     /// AVX2 with F16C.
     pub(crate) enum Avx2 {}
 
     impl Isa for Avx2 {
         #[inline(always)]
-        unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; LANES]) {
-            let (len, whole) = (len.min(LANES), len.min(LANES) / 8 * 8);
-            // SAFETY: `i + 8 <= len`, at most LANES, and the rest is this function's contract.
+        unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; RUN]) {
+            let (len, whole) = (len.min(RUN), len.min(RUN) / 8 * 8);
+            // SAFETY: `i + 8 <= len`, at most RUN, and the rest is this function's contract.
             unsafe {
                 for i in (0..whole).step_by(8) {
                     let wide = _mm256_cvtph_ps(_mm_loadu_si128(source.add(i).cast()));
@@ -104,9 +118,9 @@ mod x86 {
 
     impl Isa for Avx512 {
         #[inline(always)]
-        unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; LANES]) {
-            let (len, whole) = (len.min(LANES), len.min(LANES) / 16 * 16);
-            // SAFETY: `i + 16 <= len`, at most LANES, and the rest is this function's contract.
+        unsafe fn widen_f16(source: *const f16, len: usize, target: &mut [f32; RUN]) {
+            let (len, whole) = (len.min(RUN), len.min(RUN) / 16 * 16);
+            // SAFETY: `i + 16 <= len`, at most RUN, and the rest is this function's contract.
             unsafe {
                 for i in (0..whole).step_by(16) {
                     let wide = _mm512_cvtph_ps(_mm256_loadu_si256(source.add(i).cast()));

@@ -162,13 +162,14 @@ pub(crate) fn examine(sources: &[&TensorView<'_>], norm: bool) -> Result<Report>
     let kernels = Kernels::get()?;
     let work = |task: &Task| {
         let source = sources[task.job];
-        let kernel = (kernels.examine)(source.dtype(), norm);
+        let kernel = kernels.add(source.dtype(), source.dtype(), Mode::Examine, norm);
+        let kernel = kernel.expect("any dtype can be read");
         let squares = if norm { &mut [0.0; LANES][..] } else { &mut [] };
         let mut moments = Moments::new(squares);
         each_run(source, task, |_, data, len| {
             // SAFETY: `data` holds `len` elements of the source's dtype, by `each_run`; the kernel is of the level
             // that dispatch found on this machine. `moments` has lanes if, and only if, the kernel sums squares.
-            unsafe { kernel(data, len, &mut moments) };
+            unsafe { kernel(std::ptr::null_mut(), data, len, 1.0, &mut moments) };
         });
         Finding { finite: moments.finite(), sum_of_squares: moments.sum_of_squares() }
     };

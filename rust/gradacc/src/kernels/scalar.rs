@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::body::RUN;
 use super::isa::Isa;
 use crate::dtype::Element;
 
@@ -108,7 +109,7 @@ pub(super) trait Scalar: Element {
     /// What a run of elements is read as: themselves, unless an instruction set has a better way to widen them.
     type Staged: Scalar<Wide = Self::Wide>;
 
-    /// Whether a run is at most LANES long, for being widened into a stage first.
+    /// Whether they are widened into a stage first, a run at a time.
     const IS_STAGED: bool;
 
     /// Exact.
@@ -119,9 +120,9 @@ pub(super) trait Scalar: Element {
     fn from_f64(value: f64) -> Self;
 
     /// # Safety
-    /// `source` is readable for `len` elements, of which there are at most LANES if they are staged. The machine has
+    /// `source` is readable for `len` elements, of which there are at most RUN if they are staged. The machine has
     /// the instruction set I.
-    unsafe fn stage<I: Isa>(source: *const Self, len: usize, stage: &mut [Self::Wide; LANES]) -> *const Self::Staged;
+    unsafe fn stage<I: Isa>(source: *const Self, len: usize, stage: &mut [Self::Wide; RUN]) -> *const Self::Staged;
 }
 
 macro_rules! read_as_they_are {
@@ -131,7 +132,7 @@ macro_rules! read_as_they_are {
         const IS_STAGED: bool = false;
 
         #[inline(always)]
-        unsafe fn stage<I: Isa>(source: *const Self, _: usize, _: &mut [Self::Wide; LANES]) -> *const Self {
+        unsafe fn stage<I: Isa>(source: *const Self, _: usize, _: &mut [Self::Wide; RUN]) -> *const Self {
             source
         }
     };
@@ -233,7 +234,7 @@ impl Scalar for f16 {
     }
 
     #[inline(always)]
-    unsafe fn stage<I: Isa>(source: *const Self, len: usize, stage: &mut [f32; LANES]) -> *const f32 {
+    unsafe fn stage<I: Isa>(source: *const Self, len: usize, stage: &mut [f32; RUN]) -> *const f32 {
         // SAFETY: this function's contract.
         unsafe { I::widen_f16(source, len, stage) };
         stage.as_ptr()

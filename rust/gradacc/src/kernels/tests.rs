@@ -86,20 +86,21 @@ fn each_level(mut test: impl FnMut(&'static Kernels, &str)) {
     }
 }
 
-/// Lengths with every kind of tail, at every alignment of the source.
-const LENGTHS: [usize; 70] = {
-    let mut lengths = [4099; 70];
+/// Lengths with every kind of tail, at every alignment of the source; and one that is prefetched.
+const LENGTHS: [usize; 71] = {
+    let mut lengths = [4099; 71];
     let mut i = 0;
     while i < 68 {
         lengths[i] = i;
         i += 1;
     }
     lengths[68] = 1024;
+    lengths[69] = (1 << 15) + 2 * 1024 + 300;
     lengths
 };
 
 fn check_add<S: Scalar, T: Scalar>() {
-    let (values, before) = (of::<S>(&numbers(5000)), of::<T>(&numbers(9000)[4000..]));
+    let (values, before) = (of::<S>(&numbers(40_000)), of::<T>(&numbers(44_000)[4000..]));
     let widened = |value: S| T::Wide::of(value.widen());
     each_level(|kernels, level| {
         for len in LENGTHS {
@@ -170,9 +171,9 @@ fn check_finite<S: Scalar>() {
                     for norm in [false, true] {
                         let mut squares = if norm { vec![0.0; LANES] } else { vec![] };
                         let mut moments = Moments::new(&mut squares);
-                        let examine = (kernels.examine)(S::DTYPE, norm);
+                        let examine = kernels.add(S::DTYPE, S::DTYPE, Mode::Examine, norm).unwrap();
                         // SAFETY: `values` holds `len` elements of this dtype; the level is there.
-                        unsafe { examine(values.as_ptr().cast(), len, &mut moments) };
+                        unsafe { examine(std::ptr::null_mut(), values.as_ptr().cast(), len, 1.0, &mut moments) };
                         assert_eq!(moments.finite(), len == 0, "{level}, {} {bad} at {position} of {len}", S::DTYPE);
                     }
                     if len > 0 {
@@ -197,14 +198,15 @@ fn a_sum_of_squares_that_overflows_is_still_of_finite_numbers() {
     each_level(|kernels, level| {
         let (values, mut squares) = ([1e200_f64; 40], [0.0; LANES]);
         let mut moments = Moments::new(&mut squares);
+        let examine = kernels.add(f64::DTYPE, f64::DTYPE, Mode::Examine, true).unwrap();
         // SAFETY: 40 elements of this dtype; the level is there.
-        unsafe { (kernels.examine)(f64::DTYPE, true)(values.as_ptr().cast(), 40, &mut moments) };
+        unsafe { examine(std::ptr::null_mut(), values.as_ptr().cast(), 40, 1.0, &mut moments) };
         assert!(moments.finite() && moments.sum_of_squares() == f64::INFINITY, "{level}");
     });
 }
 
 fn check_scale<T: Scalar>() {
-    let mut values = numbers(5000);
+    let mut values = numbers(40_000);
     values[11] = f64::NAN;
     values[12] = f64::NEG_INFINITY;
     let values = of::<T>(&values);

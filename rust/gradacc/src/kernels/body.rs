@@ -1,13 +1,16 @@
 //! The body of every kernel, once. The clones in `dispatch` inline it and let the compiler vectorise it.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use super::isa::Isa;
 use super::scalar::{LANES, Scalar, Wide};
 
-/// Elements of a run, which is ROWS times all lanes: so the sums of squares are loaded and stored once for so many.
+/// Elements of a run: ROWS times all lanes, so that a sum of squares is loaded and stored once for ROWS of them.
 pub(super) const RUN: usize = ROWS * LANES;
 const ROWS: usize = 4;
+/// Lanes of one loop within a run. Memory is asked for in between, and more at once would stall.
+const STEP: usize = 64;
 
 /// What is found out about the elements of a chunk while they are read. A chunk may be read by several calls: all but
 /// the last of them read a multiple of LANES elements.
@@ -97,21 +100,25 @@ pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const MODE: u8, const NOR
         // multiple of 64 bytes, so that each run starts on such a boundary.
         unsafe {
             let source = source.cast::<S>().add(start);
-            if is_far {
-                I::prefetch(source.cast::<u8>().wrapping_add(AHEAD_BYTES), size_of::<[S; RUN]>());
-                if MODE == ADD {
-                    I::prefetch(target.cast::<u8>().wrapping_add(AHEAD_BYTES), size_of::<[T; RUN]>());
+            let staged = S::stage::<I>(source, len, &mut stage);
+            if len == RUN && (NORM || is_far) {
+                for first in (0..LANES).step_by(STEP) {
+                    if is_far {
+                        prefetch::<I, S>(source.add(first * ROWS));
+                        if MODE == ADD {
+                            prefetch::<I, T>(target.wrapping_add(first * ROWS));
+                        }
+                    }
+                    let lanes = first..first + STEP;
+                    rows::<_, T, MODE, NORM, ROWS>(place, staged, lanes, scale, &mut largest, moments);
                 }
-            }
-            let source = S::stage::<I>(source, len, &mut stage);
-            if NORM && len == RUN {
-                rows::<_, T, MODE, NORM, ROWS>(place, source, LANES, scale, &mut largest, moments);
             } else {
                 let row = if NORM { LANES } else { len };
                 let mut start = 0;
                 while start < len {
-                    let (place, source) = (place.wrapping_add(start), source.add(start));
-                    rows::<_, T, MODE, NORM, 1>(place, source, row.min(len - start), scale, &mut largest, moments);
+                    let (place, staged) = (place.wrapping_add(start), staged.add(start));
+                    let lanes = 0..row.min(len - start);
+                    rows::<_, T, MODE, NORM, 1>(place, staged, lanes, scale, &mut largest, moments);
                     start += row;
                 }
             }
@@ -127,7 +134,13 @@ pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const MODE: u8, const NOR
     moments.finite &= largest < S::Wide::INFINITE;
 }
 
-/// The loop itself: so many elements of each of R rows, which are LANES apart.
+/// Asks for the elements of one step, some way ahead.
+#[inline(always)]
+fn prefetch<I: Isa, E>(elements: *const E) {
+    I::prefetch(elements.cast::<u8>().wrapping_add(AHEAD_BYTES), ROWS * STEP * size_of::<E>());
+}
+
+/// The loop itself, over some lanes of each of R rows, which are LANES apart.
 ///
 /// # Safety
 /// As for [`add`], for these elements.
@@ -135,12 +148,12 @@ pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const MODE: u8, const NOR
 unsafe fn rows<S: Scalar, T: Scalar, const MODE: u8, const NORM: bool, const R: usize>(
     target: *mut T,
     source: *const S,
-    len: usize,
+    lanes: Range<usize>,
     scale: T::Wide,
     largest: &mut <S::Wide as Wide>::Bits,
     moments: &mut Moments<'_>,
 ) {
-    for lane in 0..len {
+    for lane in lanes {
         // SAFETY: this function's contract; where squares are asked for, there is one for each lane.
         unsafe {
             let mut square = if NORM { *moments.squares.get_unchecked(lane) } else { 0.0 };

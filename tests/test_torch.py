@@ -1,5 +1,8 @@
 """PyTorch: tensors, modules, and hand-over to an optimizer."""
 
+import subprocess
+import sys
+
 import gradacc
 import pytest
 import torch
@@ -48,6 +51,109 @@ def test_sign_that_is_still_to_be_applied():
     acc = gradacc.GradientAccumulator({"w": g})
     acc.add({"w": g})
     assert acc.take().torch()["w"].tolist() == [-1.0, -1.0, -1.0]
+
+
+MANY = 40  # so many tensors are vetted together
+
+STRANGE = {
+    "sign to be applied": (lambda g: torch._neg_view(g), -1.0),
+    "other strides": (lambda g: torch.ones(4, 6)[:, ::2], 1.0),
+    "other memory order": (lambda g: torch.ones(3, 4).T, 1.0),
+    "other dtype": (lambda g: g.double(), 1.0),
+    "graph": (lambda g: g.clone().requires_grad_() * 1, 1.0),
+    "subclass": (lambda g: g.as_subclass(Subclass), 1.0),
+    "numpy": (lambda g: g.numpy(), 1.0),
+    "expanded": (lambda g: torch.ones(()).expand(4, 3), 1.0),
+}
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, lambda gradients: dict(enumerate(gradients))], ids=["list", "tuple", "dict"]
+)
+@pytest.mark.parametrize(("make", "value"), STRANGE.values(), ids=STRANGE)
+def test_one_strange_tensor_among_many(make, value, form):
+    """The others have been vetted together before, and this one would be mistaken for one of them."""
+    gradients = [torch.ones(4, 3) for _ in range(MANY)]
+    acc = gradacc.GradientAccumulator(enumerate(gradients), reduction="sum")
+    for _ in range(3):
+        acc.add(form([torch.ones(4, 3) for _ in range(MANY)]))
+    gradients[17] = make(gradients[17])
+    acc.add(form(gradients))
+    acc.add(form([torch.ones(4, 3) for _ in range(MANY)]))
+    for id, result in acc.take().torch().items():
+        assert (result == (4 + value if id == 17 else 5)).all(), id
+
+
+REFUSED = {
+    "shape": (gradacc.ShapeError, lambda: torch.ones(3, 4)),
+    "dtype": (gradacc.DtypeError, lambda: torch.ones(4, 3, dtype=torch.int32)),
+    "leaf": (gradacc.GradaccError, lambda: torch.ones(4, 3, requires_grad=True)),
+    "parameter": (gradacc.GradaccError, lambda: nn.Parameter(torch.ones(4, 3))),
+    "meta": (gradacc.GradaccError, lambda: torch.ones(4, 3, device="meta")),
+    "sparse": (gradacc.GradaccError, lambda: torch.ones(4, 3).to_sparse()),
+}
+
+
+@pytest.mark.parametrize(("error", "make"), REFUSED.values(), ids=REFUSED)
+def test_one_refused_tensor_among_many(error, make):
+    gradients = [torch.ones(4, 3) for _ in range(MANY)]
+    acc = gradacc.GradientAccumulator({f"p{i}.weight": g for i, g in enumerate(gradients)})
+    for _ in range(2):
+        acc.add(gradients)
+    with pytest.raises(error, match=r"p17\.weight"):
+        acc.add([*gradients[:17], make(), *gradients[18:]])
+    assert acc.count == 2
+
+
+def test_many_tensors_with_some_missing_and_in_any_order():
+    acc = gradacc.GradientAccumulator(dict.fromkeys(range(MANY), ((2,), "float32")), reduction="sum")
+    expected = [0.0] * MANY
+    for step in range(12):
+        present = [i for i in range(MANY) if (i + step) % 5 or step < 4]
+        grads = {i: torch.full((2,), float(i + step)) for i in (reversed(present) if step % 3 == 2 else present)}
+        as_list = [grads.get(i) for i in range(MANY)]
+        acc.add(as_list if step % 4 == 3 else grads)
+        for i in present:
+            expected[i] += i + step
+    assert [result[0].item() for result in acc.take().torch().values()] == expected
+
+
+def test_many_tensors_that_come_and_go():
+    """Each time other objects, at other addresses, and the memory of the last may be gone."""
+    acc = gradacc.GradientAccumulator(dict.fromkeys(range(MANY), ((1000,), "float32")), reduction="sum")
+    for step in range(20):
+        acc.add([torch.full((1000,), float(step)) for _ in range(MANY)])
+    for result in acc.take().torch().values():
+        assert (result == sum(range(20))).all()
+
+
+def test_the_same_tensor_for_many_ids():
+    g = torch.ones(2)
+    acc = gradacc.GradientAccumulator(dict.fromkeys(range(MANY), g))
+    for _ in range(3):
+        acc.add([g] * MANY)
+    assert all((result == 1).all() for result in acc.take().torch().values())
+
+
+def test_without_torchs_guards_tensors_are_looked_at_one_by_one():
+    code = """
+import torch, torch._C._dynamo.guards as guards
+del guards.TensorGuards
+import gradacc
+gradients = [torch.ones(4, 3) for _ in range(40)]
+acc = gradacc.GradientAccumulator(enumerate(gradients))
+for _ in range(3):
+    acc.add(gradients)
+gradients[3] = torch._neg_view(gradients[3])
+acc.add(gradients)
+print([result.unique().tolist() for result in acc.take().torch().values()] == [[1.0]] * 3 + [[0.5]] + [[1.0]] * 36)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "True"
 
 
 def test_leaf_that_requires_grad_is_refused_by_name():

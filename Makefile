@@ -2,7 +2,7 @@
 #   make demo      train a small language model three ways and compare (installs little)
 #   make test      all tests, in Rust and Python (installs PyTorch and JAX)
 #   make lint      formatting, warnings, types
-#   make bench     benchmarks
+#   make bench     benchmarks; writes benches/RESULTS.md
 #   make docs      API documentation, into target/doc and target/pdoc
 #   make develop   .venv with the extension and everything the above need
 #   make accept    the acceptance suite, where it lies beside this folder; ACCEPT="test_value.py -x" for a part
@@ -25,6 +25,7 @@ test: $(VENV)/.develop
 lint: $(VENV)/.develop
 	cargo fmt --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	if rustup target list --installed 2>/dev/null | grep -q $(AARCH64); then cargo check -p gradacc --target $(AARCH64); fi
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,8 +33,12 @@ lint: $(VENV)/.develop
 	$(BIN)/stubtest gradacc._core
 
 bench: $(VENV)/.develop
-	cargo bench -p gradacc
-	$(BIN)/python -m pytest benches -o python_files='bench_*.py' --benchmark-only --benchmark-group-by=group
+	rm -rf target/criterion
+	cargo bench -p gradacc --bench vectorised
+	for level in scalar avx2 avx512; do GRADACC_SIMD=$$level cargo bench -p gradacc --bench kernels || exit 1; done
+	$(BIN)/python benches/peak_memory.py > target/peak_memory.json
+	$(BIN)/python -m pytest benches -o python_files='bench_*.py' --benchmark-only --benchmark-json=target/benchmarks.json
+	$(BIN)/python benches/results.py target/benchmarks.json target/criterion target/peak_memory.json benches/RESULTS.md
 
 docs: $(VENV)/.develop
 	cargo doc -p gradacc --no-deps
@@ -72,6 +77,7 @@ $(BIN)/maturin:
 		else $(BIN)/python -m pip install --quiet $(MATURIN); fi
 
 MATURIN := "maturin>=1.16,<2"
-EVERYTHING := test,lint,demo,docs
+AARCH64 := aarch64-unknown-linux-gnu
+EVERYTHING := test,lint,bench,demo,docs
 need = command -v $(1) >/dev/null || { echo "gradacc needs $(2): $(1) was not found" >&2; exit 1; }
 install = . $(BIN)/activate && maturin develop --release --quiet --extras $(1) $$([ -x $(BIN)/uv ] && echo --uv)

@@ -32,7 +32,7 @@ __all__ = [
 __version__: str
 
 def simd_level() -> str:
-    """The SIMD level in use: "scalar", "avx2" or "avx512". The environment variable GRADACC_SIMD forces one.
+    """The SIMD level in use: "scalar", "neon", "avx2" or "avx512". The environment variable GRADACC_SIMD forces one.
 
     Raises:
         ArgumentError: GRADACC_SIMD names a level that does not exist, or that this machine lacks.

@@ -13,8 +13,10 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum SimdLevel {
-    /// What every machine of the target has: SSE2 on x86-64, NEON on AArch64.
+    /// What every machine of the target has: SSE2 on x86-64.
     Scalar,
+    /// NEON, which every AArch64 has.
+    Neon,
     /// AVX2 and F16C.
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
@@ -23,12 +25,13 @@ pub enum SimdLevel {
 
 impl SimdLevel {
     /// Every level, the least first.
-    pub const ALL: &[Self] = &[Self::Scalar, Self::Avx2, Self::Avx512];
+    pub const ALL: &[Self] = &[Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
 
     /// The name that the environment variable `GRADACC_SIMD` knows it by.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
+            Self::Neon => "neon",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
         }
@@ -59,6 +62,8 @@ impl Kernels {
     pub(super) fn of(level: SimdLevel) -> Option<&'static Self> {
         match level {
             SimdLevel::Scalar => Some(&scalar::KERNELS),
+            #[cfg(target_arch = "aarch64")]
+            SimdLevel::Neon => Some(&neon::KERNELS),
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx2 => {
                 (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(&avx2::KERNELS)
@@ -71,7 +76,6 @@ impl Kernels {
                 && is_x86_feature_detected!("avx2")
                 && is_x86_feature_detected!("f16c"))
             .then_some(&avx512::KERNELS),
-            #[cfg(not(target_arch = "x86_64"))]
             _ => None,
         }
     }
@@ -188,6 +192,8 @@ macro_rules! level {
 }
 
 level!(scalar, Scalar, isa::Baseline);
+#[cfg(target_arch = "aarch64")]
+level!(neon, Neon, isa::Baseline, "neon");
 #[cfg(target_arch = "x86_64")]
 level!(avx2, Avx2, isa::Avx2, "avx2,f16c");
 #[cfg(target_arch = "x86_64")]
@@ -203,6 +209,6 @@ mod tests {
         let best = SimdLevel::ALL.iter().copied().filter(|level| level.is_available()).max();
         assert_eq!(Kernels::choose(None).ok().map(|kernels| kernels.level), best);
         let message = Kernels::choose(Some("sse9".into())).err().unwrap().to_string();
-        assert!(message.contains("scalar, avx2, avx512") && message.contains("sse9"), "{message}");
+        assert!(message.contains("scalar, neon, avx2, avx512") && message.contains("sse9"), "{message}");
     }
 }

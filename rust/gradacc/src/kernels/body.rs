@@ -180,15 +180,40 @@ unsafe fn rows<S: Scalar, T: Scalar, const MODE: u8, const NORM: bool, const R: 
 ///
 /// # Safety
 /// Both are aligned; `source` is readable and `target` writable for `len` elements. They are the same memory or do
-/// not overlap.
+/// not overlap. The machine has the instruction set I.
 #[inline(always)]
-pub(super) unsafe fn scale<T: Scalar, const DIVIDE: bool>(target: *mut u8, source: *const u8, len: usize, factor: f64) {
+pub(super) unsafe fn scale<I: Isa, T: Scalar, const DIVIDE: bool>(
+    target: *mut u8,
+    source: *const u8,
+    len: usize,
+    factor: f64,
+) {
     let (target, source) = (target.cast::<T>(), source.cast::<T>());
-    for i in 0..len {
-        // SAFETY: `i < len`, and the rest is this function's contract.
-        unsafe {
-            let value = source.add(i).read().widen().to_f64();
-            target.add(i).write(T::from_f64(if DIVIDE { value / factor } else { value * factor }));
+    let apply = |value: T| {
+        let value = value.widen().to_f64();
+        T::from_f64(if DIVIDE { value / factor } else { value * factor })
+    };
+    let is_far = len >= AHEAD_FROM;
+    let step = if is_far { ROWS * STEP } else { len.max(1) };
+    let mut start = 0;
+    while start < len {
+        let end = len.min(start + step);
+        if is_far {
+            prefetch::<I, T>(source.wrapping_add(start));
         }
+        // SAFETY: `i < len`, and the rest is this function's contract. In place the loop is one of its own: compilers
+        // do not vectorise it if two pointers may overlap.
+        unsafe {
+            if target.cast_const() == source {
+                for i in start..end {
+                    target.add(i).write(apply(target.add(i).read()));
+                }
+            } else {
+                for i in start..end {
+                    target.add(i).write(apply(source.add(i).read()));
+                }
+            }
+        }
+        start = end;
     }
 }

@@ -145,7 +145,7 @@ macro_rules! level {
             $(#[target_feature(enable = $features)])?
             unsafe fn scale<T: super::super::scalar::Scalar, const DIVIDE: bool>(target: *mut u8, source: *const u8, len: usize, factor: f64) {
                 // SAFETY: the caller's contract is the same.
-                unsafe { body::scale::<T, DIVIDE>(target, source, len, factor) }
+                unsafe { body::scale::<$isa, T, DIVIDE>(target, source, len, factor) }
             }
 
             fn flags<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar>(mode: Mode, norm: bool) -> Option<Add> {

@@ -6,10 +6,13 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
+import time
 
 import gradacc
 import gradacc.accumulator
 import gradacc.gradients
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -56,6 +59,61 @@ def test_simd_level_can_be_forced():
         GRADACC_NUM_THREADS="3",
     )
     assert done.stdout.split() == ["scalar", "3"]
+
+
+DIGEST = """
+import hashlib, gradacc, ml_dtypes, numpy as np
+digest = hashlib.sha256()
+for n in (1, 67, 1000, 300_007, 4_000_000):
+    x = np.random.default_rng(n).standard_normal(n, np.float32)
+    acc = gradacc.GradientAccumulator({"a": x, "b": ((n,), "bfloat16"), "c": ((n,), "float16")}, micro_norms=True)
+    for weight in (1, 0.3):
+        acc.add({"a": x, "b": x.astype(ml_dtypes.bfloat16), "c": x.astype(np.float16)}, weight)
+        digest.update(acc.last.norm.hex().encode())
+    grads = acc.take()
+    digest.update(grads.norm().hex().encode())
+    for array in grads.numpy().values():
+        digest.update(array)
+print(gradacc.simd_level(), gradacc.num_threads(), digest.hexdigest())
+"""
+
+
+def test_same_bits_on_every_simd_level_and_for_any_number_of_threads():
+    digests = set()
+    for level, threads in [("scalar", "1"), ("avx2", "2"), ("avx512", "1"), ("avx512", "3")]:
+        done = python(DIGEST, GRADACC_SIMD=level, GRADACC_NUM_THREADS=threads)
+        if "this machine has no" not in done.stderr:
+            assert done.stdout.split()[:2] == [level, threads], done.stderr
+            digests.add(done.stdout.split()[2])
+    assert len(digests) == 1
+
+
+def test_other_threads_run_while_gradients_are_added():
+    """The GIL is released around kernels: another thread counts on, as it does while this one sleeps."""
+    turned = np.ones((4000, 5000), np.float32).T  # slow to gather
+    acc = gradacc.GradientAccumulator({"w": turned})
+    counts, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counts[0] += 1
+
+    def counted_per_second(call):
+        start, before = time.perf_counter(), counts[0]
+        call()
+        return (counts[0] - before) / (time.perf_counter() - start)
+
+    thread, threads = threading.Thread(target=count), gradacc.num_threads()
+    gradacc.set_num_threads(1)
+    thread.start()
+    try:
+        acc.add({"w": turned})
+        asleep = counted_per_second(lambda: time.sleep(0.1))
+        assert counted_per_second(lambda: acc.add({"w": turned})) > asleep / 5
+    finally:
+        stop.set()
+        thread.join()
+        gradacc.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("variable", "value"), [("GRADACC_SIMD", "sse9"), ("GRADACC_NUM_THREADS", "0")])

@@ -55,13 +55,13 @@ clean:
 
 # The same release extension in both; `maturin develop` puts it beside the sources it belongs to.
 $(VENV)/.demo: $(SOURCES) | $(BIN)/maturin
-	@$(call need,cc,a C compiler, which links the extension)
+	@$(call need,cc,a C compiler (it links the extension))
 	$(call install,demo)
 	@touch $@
 
 $(VENV)/.develop: $(SOURCES) | $(BIN)/maturin
-	@$(call need,cc,a C compiler, which links the extension)
-	@$(call need,c++,a C++ compiler, for the tests)
+	@$(call need,cc,a C compiler (it links the extension))
+	@$(call need,c++,a C++ compiler (for the tests))
 	$(call install,$(EVERYTHING))
 	@touch $@ $(VENV)/.demo
 

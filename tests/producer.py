@@ -55,13 +55,15 @@ new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-def capsule(array, *, versioned, major=1, code=FLOAT, bits=None, shape=None, strides=None, device=1, ndim=None):
+def capsule(
+    array, *, versioned, major=1, code=FLOAT, bits=None, shape=None, strides=None, device=1, ndim=None, data=None
+):
     """A capsule of a tensor over the memory of an array; `alive` holds it until its deleter is called."""
     shape = array.shape if shape is None else shape
     sizes = (ctypes.c_int64 * max(len(shape), 1))(*shape)
     steps = None if strides is None else (ctypes.c_int64 * max(len(strides), 1))(*strides)
     tensor = Tensor(
-        array.ctypes.data,
+        array.ctypes.data if data is None else data,
         device,
         0,
         len(shape) if ndim is None else ndim,

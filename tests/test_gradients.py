@@ -122,6 +122,33 @@ def test_earlier_exports_keep_their_values():
     assert (after == 1).all()
 
 
+def test_scaling_after_an_export_and_a_late_registration():
+    acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
+    acc.add({"w": np.ones(2, np.float32)})
+    grads = acc.take()
+    before = grads.numpy()["w"]
+    acc.register("late", ((200,), "float32"))
+    grads.scale_(2)
+    assert grads.numpy()["w"].tolist() == [2.0, 2.0]
+    assert before.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("how", ["flat", "masked"])
+def test_what_a_holder_wrote_is_zero_where_the_next_window_sees_nothing(how):
+    acc = gradacc.GradientAccumulator({"a": ((20,), "float32"), "b": ((3,), "float32")})
+    acc.add({"b": np.ones(3, np.float32)})
+    if how == "masked":
+        acc.add({"a": np.ones(20, np.float32)}, 0)
+    grads = acc.take()
+    (grads.flat()[0] if how == "flat" else grads.numpy()["a"])[:] = np.nan
+    del grads
+    gc.collect()
+    acc.add({"b": np.full(3, 5, np.float32)})
+    flat = acc.take().flat()[0]
+    assert acc._core.mapped_buffers == 1
+    assert flat.sum() == 15
+
+
 def test_exports_outlive_everything():
     acc = gradacc.GradientAccumulator({"w": ((100_000,), "float32")})
     g = np.arange(100_000, dtype=np.float32)
@@ -155,6 +182,28 @@ def test_released_on_another_thread():
         thread.start()
         thread.join()
     assert acc._core.mapped_buffers == 1
+
+
+def test_threads_that_register_at_once():
+    """While another thread adds: each parameter keeps its number."""
+    g = np.ones(3_000_000, np.float32)
+    acc = gradacc.GradientAccumulator({"g": g}, reduction="sum")
+
+    def register(first):
+        for i in range(first, first + 50):
+            acc.register(i, ((1,), "float32"))
+
+    threads = [threading.Thread(target=register, args=(first,)) for first in (0, 1000, 2000)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        acc.add({"g": g})
+    acc.reset()
+    acc.add({i: np.full(1, i, np.float32) for i in acc.ids if i != "g"})
+    assert {id: float(array[0]) for id, array in acc.take().numpy().items()} == {
+        i: float(i) for i in acc.ids if i != "g"
+    }
+    assert len(acc.ids) == 151
 
 
 def test_eight_threads():

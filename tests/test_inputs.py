@@ -99,6 +99,7 @@ REFUSED = {
     "shape": (gradacc.ShapeError, r"\(2, 1\)", {"shape": (2, 1)}),
     "negative size": (gradacc.GradaccError, "negative size", {"shape": (-2,)}),
     "negative rank": (gradacc.GradaccError, "negative number", {"ndim": -1}),
+    "no memory": (gradacc.GradaccError, "no memory", {"data": 0}),
     "another major version": (gradacc.GradaccError, "DLPack 1", {"major": 2}),
 }
 
@@ -109,6 +110,23 @@ def test_refused_capsules_are_released(error, message, options):
     with pytest.raises(error, match=f"layer.weight.*{message}"):
         acc.add({"layer.weight": capsule(np.ones(2, np.float32), versioned=True, **options)})
     assert alive == {}
+    assert acc.count == 0
+
+
+def test_subclass_of_a_torch_tensor_that_has_no_memory():
+    torch = pytest.importorskip("torch")
+
+    class Wrapper(torch.Tensor):
+        """As DTensor does, it keeps its values elsewhere."""
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return NotImplemented
+
+    empty = torch.Tensor._make_wrapper_subclass(Wrapper, (2,), dtype=torch.float32)
+    acc = gradacc.GradientAccumulator({"layer.weight": ((2,), "float32")})
+    with pytest.raises(gradacc.GradaccError, match=r"layer.weight"):
+        acc.add({"layer.weight": empty})
     assert acc.count == 0
 
 

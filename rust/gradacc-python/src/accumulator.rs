@@ -9,6 +9,7 @@ use gradacc::{
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyList, PyMapping, PySequence, PyTuple};
 
 use crate::errors;
@@ -30,6 +31,8 @@ pub(crate) struct Accumulator {
     ids: Py<PyList>,
     /// From id to number in the layout.
     numbers: Py<PyDict>,
+    /// Held while a parameter is registered here and in the engine, so that both number it alike.
+    registering: Mutex<()>,
     /// Taken out while it is used, so that no lock is held while Python code runs.
     seen_before: Mutex<SeenBefore>,
 }
@@ -112,6 +115,7 @@ impl Accumulator {
             engine: Mutex::new(build().map_err(|error| errors::raise(py, error))?),
             ids: PyList::empty(py).unbind(),
             numbers: PyDict::new(py).unbind(),
+            registering: Mutex::default(),
             seen_before: Mutex::default(),
         };
         for (id, shape, dtype) in params {
@@ -122,6 +126,7 @@ impl Accumulator {
 
     fn register(&self, py: Python<'_>, id: &Bound<'_, PyAny>, shape: Vec<usize>, dtype: &str) -> PyResult<()> {
         let (ids, numbers) = (self.ids.bind(py), self.numbers.bind(py));
+        let _registering = self.registering.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
         if numbers.contains(id)? {
             return Err(errors::raise(py, Error::DuplicateParameter { parameter: errors::name(id) }));
         }
@@ -146,7 +151,8 @@ impl Accumulator {
         let lock = || self.seen_before.lock().unwrap_or_else(PoisonError::into_inner);
         let mut seen_before = std::mem::take(&mut *lock());
         let added = self.add_weighted(grads, weight, &mut seen_before);
-        *lock() = seen_before;
+        // What it replaces, of another thread, is dropped after the lock.
+        let _other = std::mem::replace(&mut *lock(), seen_before);
         Ok(added?.is_complete())
     }
 
@@ -276,7 +282,7 @@ impl Accumulator {
     }
 
     /// The tensors of a mapping or a sequence, without those that are None, and their numbers. `keys` are those of the
-    /// last mapping, in its order; where they are the same objects, nothing is looked up.
+    /// last mapping, in its order; where they are equal, nothing is hashed and looked up.
     fn numbered<'py>(
         &self,
         grads: &Bound<'py, PyAny>,
@@ -300,7 +306,7 @@ impl Accumulator {
         let (mut tensors, mut numbers) = (Vec::with_capacity(len), Vec::with_capacity(len));
         let mut push = |id: &Bound<'py, PyAny>, place: usize, tensor: Bound<'py, PyAny>| -> PyResult<()> {
             let number = match keys.get(place) {
-                Some((key, number)) if key.is(id) => *number,
+                Some((key, number)) if key.is(id) || key.bind(py).eq(id)? => *number,
                 _ => {
                     let number = self.numbers.bind(py).get_item(id)?;
                     let unknown = || errors::raise(py, Error::UnknownParameter { parameter: errors::name(id) });

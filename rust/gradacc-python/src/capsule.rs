@@ -20,9 +20,11 @@ const EXCHANGE: &CStr = c"dlpack_exchange_api";
 /// Takes the tensor out of a capsule, which is marked as used.
 pub(crate) fn consume(capsule: &Bound<'_, PyCapsule>) -> PyResult<Imported> {
     if let Some(tensor) = take(capsule, VERSIONED, USED_VERSIONED)? {
-        Ok(Imported::Versioned(tensor.cast()))
+        // SAFETY: from a producer's capsule, which has just been marked as used.
+        Ok(unsafe { Imported::from_versioned(tensor.cast()) })
     } else if let Some(tensor) = take(capsule, LEGACY, USED_LEGACY)? {
-        Ok(Imported::Legacy(tensor.cast()))
+        // SAFETY: as above.
+        Ok(unsafe { Imported::from_legacy(tensor.cast()) })
     } else {
         Err(PyBufferError::new_err("the capsule holds no DLPack tensor, or one that was consumed before"))
     }
@@ -65,11 +67,12 @@ pub(crate) fn export<'py>(py: Python<'py>, gradient: Gradient, versioned: bool) 
         // SAFETY: `destroy_versioned` is for capsules of this name with such a tensor.
         unsafe { new(py, tensor.cast(), VERSIONED, destroy_versioned) }
             // SAFETY: no capsule was made, so the tensor is still ours alone.
-            .inspect_err(|_| drop(Imported::Versioned(tensor)))
+            .inspect_err(|_| drop(unsafe { Imported::from_versioned(tensor) }))
     } else {
         let tensor = export_legacy(gradient);
         // SAFETY: as above.
-        unsafe { new(py, tensor.cast(), LEGACY, destroy_legacy) }.inspect_err(|_| drop(Imported::Legacy(tensor)))
+        unsafe { new(py, tensor.cast(), LEGACY, destroy_legacy) }
+            .inspect_err(|_| drop(unsafe { Imported::from_legacy(tensor) }))
     }
 }
 
@@ -92,7 +95,7 @@ unsafe extern "C" fn destroy_versioned(capsule: *mut ffi::PyObject) {
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, VERSIONED.as_ptr()) != 0 {
             let tensor = ffi::PyCapsule_GetPointer(capsule, VERSIONED.as_ptr()).cast::<DLManagedTensorVersioned>();
-            NonNull::new(tensor).map(Imported::Versioned);
+            NonNull::new(tensor).map(|tensor| Imported::from_versioned(tensor));
         }
     }
 }
@@ -104,7 +107,7 @@ unsafe extern "C" fn destroy_legacy(capsule: *mut ffi::PyObject) {
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, LEGACY.as_ptr()) != 0 {
             let tensor = ffi::PyCapsule_GetPointer(capsule, LEGACY.as_ptr()).cast::<DLManagedTensor>();
-            NonNull::new(tensor).map(Imported::Legacy);
+            NonNull::new(tensor).map(|tensor| Imported::from_legacy(tensor));
         }
     }
 }

@@ -115,7 +115,9 @@ impl Buffer {
     }
 
     pub(crate) fn untouch(&mut self, param: usize) {
-        self.touched[param] = false;
+        if let Some(touched) = self.touched.get_mut(param) {
+            *touched = false;
+        }
     }
 
     /// Notes that padding is about to be handed over.
@@ -195,9 +197,11 @@ pub(crate) struct Lease {
 impl Lease {
     /// Another buffer of the same kind.
     pub(crate) fn sibling(&self) -> Result<Self> {
+        let spec = BufferSpec { dtype: self.dtype(), len: self.len() };
         match self.pool.upgrade() {
-            Some(pool) => pool.lease(self.index),
-            None => Self::unpooled(BufferSpec { dtype: self.dtype(), len: self.len() }),
+            // The layout may have grown since.
+            Some(pool) if pool.lock()[self.index].spec == spec => pool.lease(self.index),
+            _ => Self::unpooled(spec),
         }
     }
 

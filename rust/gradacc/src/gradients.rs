@@ -294,7 +294,8 @@ impl Gradients {
                 buffer.fill_zero(end..offset);
                 end = offset + len;
             }
-            if buffer.is_touched(param) && self.seen.binary_search(&param).is_err() {
+            // Whoever was handed the whole buffer may have written anywhere.
+            if (everywhere || buffer.is_touched(param)) && self.seen.binary_search(&param).is_err() {
                 buffer.fill_zero(offset..offset + len);
                 buffer.untouch(param);
             }

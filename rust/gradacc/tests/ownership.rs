@@ -122,7 +122,10 @@ fn an_export_through_dlpack_aliases_and_is_released_on_any_thread() {
     let mut accumulator = accumulator();
     let gradient = get(&window(&mut accumulator, 4.0));
     let address = gradient.as_ptr().addr();
-    let exports = [Imported::Versioned(export_versioned(gradient.clone())), Imported::Legacy(export_legacy(gradient))];
+    // SAFETY: both were just exported, and are consumed here alone.
+    let exports = unsafe {
+        [Imported::from_versioned(export_versioned(gradient.clone())), Imported::from_legacy(export_legacy(gradient))]
+    };
     for export in exports {
         // SAFETY: just exported, and consumed by this value alone.
         let view = unsafe { export.view() }.unwrap();

@@ -16,28 +16,44 @@ use crate::view::TensorView;
 
 /// A tensor that a producer has handed to us. Its deleter is called when this is dropped.
 #[derive(Debug)]
-pub enum Imported {
-    /// Of DLPack 1.x.
+pub struct Imported(Managed);
+
+#[derive(Debug)]
+enum Managed {
     Versioned(NonNull<DLManagedTensorVersioned>),
-    /// Of versions before.
     Legacy(NonNull<DLManagedTensor>),
 }
 
 impl Imported {
+    /// Takes over a tensor of DLPack 1.x.
+    ///
+    /// # Safety
+    /// The pointer is a producer's, and nobody else consumes it.
+    pub unsafe fn from_versioned(tensor: NonNull<DLManagedTensorVersioned>) -> Self {
+        Self(Managed::Versioned(tensor))
+    }
+
+    /// Takes over a tensor of a version before 1.0.
+    ///
+    /// # Safety
+    /// As for [`from_versioned`](Self::from_versioned).
+    pub unsafe fn from_legacy(tensor: NonNull<DLManagedTensor>) -> Self {
+        Self(Managed::Legacy(tensor))
+    }
+
     /// Looks at the tensor; copies nothing.
     ///
     /// # Errors
     /// If it is not in host memory, of a dtype that no buffer takes, or of another major version of DLPack.
     ///
     /// # Safety
-    /// The pointer is a producer's, consumed by this value alone, and its tensor is what it says. While the view lives,
-    /// its memory stays.
+    /// The tensor is what its producer says.
     pub unsafe fn view(&self) -> Result<TensorView<'_>, TensorError> {
-        match self {
-            // SAFETY: this function's contract.
-            Self::Legacy(managed) => unsafe { view(&managed.as_ref().dl_tensor) },
-            Self::Versioned(managed) => {
-                // SAFETY: this function's contract; the version comes first in every version.
+        match &self.0 {
+            // SAFETY: consumed by this value alone, which keeps the memory; the rest is this function's contract.
+            Managed::Legacy(managed) => unsafe { view(&managed.as_ref().dl_tensor) },
+            Managed::Versioned(managed) => {
+                // SAFETY: as above; the version comes first in every version.
                 let version = unsafe { (*managed.as_ptr()).version };
                 if version.major != VERSION.major {
                     let reason =
@@ -53,8 +69,8 @@ impl Imported {
 
 impl Drop for Imported {
     fn drop(&mut self) {
-        match self {
-            Self::Versioned(managed) => {
+        match self.0 {
+            Managed::Versioned(managed) => {
                 // SAFETY: the producer's pointer, consumed by this value alone; the deleter's place is the same in every
                 // version. Not guaranteed: that the deleter is sound, which is the producer's part.
                 unsafe {
@@ -63,7 +79,7 @@ impl Drop for Imported {
                     }
                 }
             }
-            Self::Legacy(managed) => {
+            Managed::Legacy(managed) => {
                 // SAFETY: as above.
                 unsafe {
                     if let Some(delete) = (*managed.as_ptr()).deleter {
@@ -100,6 +116,9 @@ pub unsafe fn view<'a>(tensor: &DLTensor) -> Result<TensorView<'a>, TensorError>
     }
     let shape: Result<Shape, _> = sizes.iter().map(|&size| usize::try_from(size)).collect();
     let shape = shape.map_err(|_| malformed("a negative size"))?;
+    if tensor.data.is_null() && !shape.contains(&0) {
+        return Err(malformed("elements and no memory"));
+    }
     let strides: SmallVec<[isize; 4]> = entries(tensor.strides).iter().map(|&stride| stride as isize).collect();
     let strides = (!tensor.strides.is_null()).then_some(&strides[..]);
     let data = tensor.data.cast_const().cast::<u8>().wrapping_add(tensor.byte_offset as usize);

@@ -93,7 +93,7 @@ impl Store for FlatStore {
         for buffer in (0..self.buffers.len()).filter(|&buffer| is_used[buffer]) {
             let dtype = self.layout.buffers()[buffer].dtype;
             if dtype != DType::F64 && !(scale as f32).is_finite() {
-                return Err(Error::argument("scale", format!("{scale} exceeds the largest number of {dtype} sums")));
+                return Err(Error::argument("scale", format!("{scale} exceeds the largest number of float32")));
             }
             self.lease(buffer)?;
         }
@@ -120,6 +120,8 @@ impl Store for FlatStore {
         for &(param, _) in closing.seen.iter().filter(|(_, written)| !written) {
             let slot = self.layout.slot(param);
             buffers[slot.buffer].fill_zero(slot.offset..slot.offset + slot.len);
+            // Its holder may write to it.
+            buffers[slot.buffer].touch(param);
         }
         Ok(Gradients::new(Arc::clone(&self.layout), closing, buffers))
     }

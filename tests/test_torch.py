@@ -1,7 +1,9 @@
 """PyTorch: tensors, modules, and hand-over to an optimizer."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import gradacc
 import pytest
@@ -129,6 +131,17 @@ def test_many_tensors_that_come_and_go():
         acc.add([torch.full((1000,), float(step)) for _ in range(MANY)])
     for result in acc.take().torch().values():
         assert (result == sum(range(20))).all()
+
+
+def test_many_tensors_are_not_kept():
+    gradients = [torch.ones(2) for _ in range(MANY)]
+    acc = gradacc.GradientAccumulator(enumerate(gradients))
+    for _ in range(3):
+        acc.add(gradients)
+    gone = [weakref.ref(g) for g in gradients]
+    del gradients
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
 
 
 def test_the_same_tensor_for_many_ids():

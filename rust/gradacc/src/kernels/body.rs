@@ -164,8 +164,8 @@ unsafe fn rows<S: Scalar, T: Scalar, const MODE: u8, const NORM: bool, const R: 
                     square += value.to_f64() * value.to_f64();
                 }
                 if MODE != EXAMINE {
-                    let term = T::Wide::of(value).multiply(scale);
-                    let sum = if MODE == ADD { target.add(i).read().widen().add(term) } else { term };
+                    let term = T::Wide::of(value) * scale;
+                    let sum = if MODE == ADD { target.add(i).read().widen() + term } else { term };
                     target.add(i).write(T::narrow(sum));
                 }
             }

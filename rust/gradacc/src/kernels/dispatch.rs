@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use super::body::{self, ADD, EXAMINE, Mode, Moments, STREAM, WRITE};
 use super::isa;
+use super::scalar::Scalar;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -129,7 +130,7 @@ macro_rules! level {
             /// # Safety
             #[doc = "See [`body::add`]. The machine has the features."]
             $(#[target_feature(enable = $features)])?
-            unsafe fn add<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar, const MODE: u8, const NORM: bool>(
+            unsafe fn add<S: Scalar, T: Scalar, const MODE: u8, const NORM: bool>(
                 target: *mut u8,
                 source: *const u8,
                 len: usize,
@@ -143,12 +144,12 @@ macro_rules! level {
             /// # Safety
             #[doc = "See [`body::scale`]. The machine has the features."]
             $(#[target_feature(enable = $features)])?
-            unsafe fn scale<T: super::super::scalar::Scalar, const DIVIDE: bool>(target: *mut u8, source: *const u8, len: usize, factor: f64) {
+            unsafe fn scale<T: Scalar, const DIVIDE: bool>(target: *mut u8, source: *const u8, len: usize, factor: f64) {
                 // SAFETY: the caller's contract is the same.
                 unsafe { body::scale::<$isa, T, DIVIDE>(target, source, len, factor) }
             }
 
-            fn flags<S: super::super::scalar::Scalar, T: super::super::scalar::Scalar>(mode: Mode, norm: bool) -> Option<Add> {
+            fn flags<S: Scalar, T: Scalar>(mode: Mode, norm: bool) -> Option<Add> {
                 Some(match (mode, norm) {
                     (Mode::Examine, false) => add::<S, T, EXAMINE, false>,
                     (Mode::Examine, true) => add::<S, T, EXAMINE, true>,

@@ -1,5 +1,7 @@
 //! The arithmetic of one element, for every dtype.
 
+use std::ops::{Add, Mul};
+
 use half::{bf16, f16};
 
 use super::body::RUN;
@@ -11,7 +13,7 @@ use crate::dtype::Element;
 pub(super) const LANES: usize = 256;
 
 /// What sums are computed in.
-pub(super) trait Wide: Copy {
+pub(super) trait Wide: Copy + Add<Output = Self> + Mul<Output = Self> {
     /// Signed, since not every instruction set has a maximum of unsigned ones.
     type Bits: Copy + Ord;
 
@@ -25,8 +27,6 @@ pub(super) trait Wide: Copy {
     fn to_f64(self) -> f64;
     /// Exact, or rounded to nearest even.
     fn of(value: impl Wide) -> Self;
-    fn multiply(self, other: Self) -> Self;
-    fn add(self, other: Self) -> Self;
 }
 
 impl Wide for f32 {
@@ -54,16 +54,6 @@ impl Wide for f32 {
     fn of(value: impl Wide) -> Self {
         value.to_f32()
     }
-
-    #[inline(always)]
-    fn multiply(self, other: Self) -> Self {
-        self * other
-    }
-
-    #[inline(always)]
-    fn add(self, other: Self) -> Self {
-        self + other
-    }
 }
 
 impl Wide for f64 {
@@ -90,16 +80,6 @@ impl Wide for f64 {
     #[inline(always)]
     fn of(value: impl Wide) -> Self {
         value.to_f64()
-    }
-
-    #[inline(always)]
-    fn multiply(self, other: Self) -> Self {
-        self * other
-    }
-
-    #[inline(always)]
-    fn add(self, other: Self) -> Self {
-        self + other
     }
 }
 

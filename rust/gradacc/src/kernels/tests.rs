@@ -119,8 +119,8 @@ fn check_add<S: Scalar, T: Scalar>() {
                         .iter()
                         .zip(&before)
                         .map(|(&value, &before)| {
-                            let term = widened(value).multiply(scaled);
-                            T::narrow(if mode == Mode::Add { before.widen().add(term) } else { term })
+                            let term = widened(value) * scaled;
+                            T::narrow(if mode == Mode::Add { before.widen() + term } else { term })
                         })
                         .collect();
                     let mut target = Aligned::new(&before[..len]);

@@ -101,8 +101,8 @@ impl Gradients {
         let number = slf.get().numbers.bind(py).get_item(id)?;
         let number: usize = number.ok_or_else(|| PyKeyError::new_err(id.clone().unbind()))?.extract()?;
         let (shape, dtype) = slf.get().read(py, |gradients| {
-            let (layout, slot) = (gradients.layout(), gradients.layout().slot(number));
-            Ok((layout.spec(number).shape.to_vec(), layout.buffers()[slot.buffer].dtype))
+            let layout = gradients.layout();
+            Ok((layout.spec(number).shape.to_vec(), layout.sums_dtype(number)))
         })?;
         Ok(Gradient { gradients: slf.clone().unbind(), number, shape, dtype })
     }
@@ -243,7 +243,11 @@ impl Memory {
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let order = if cfg!(target_endian = "little") { '<' } else { '>' };
-        let kind = if self.0.dtype() == DType::BF16 { 'u' } else { 'f' };
+        let kind = match self.0.dtype() {
+            DType::BF16 => 'u',
+            dtype if dtype.is_complex() => 'c',
+            _ => 'f',
+        };
         let interface = PyDict::new(py);
         interface.set_item("version", 3)?;
         interface.set_item("shape", PyTuple::new(py, self.0.shape())?)?;

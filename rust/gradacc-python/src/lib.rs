@@ -10,6 +10,8 @@ mod errors;
 mod gradients;
 mod numpy;
 mod source;
+#[deny(unsafe_code)]
+mod sparse;
 mod vetting;
 
 use pyo3::prelude::*;

@@ -81,6 +81,8 @@ fn dtype(array: &Bound<'_, PyAny>, interface: &ArrayInterface) -> PyResult<Resul
         (b'f', 2) => DType::F16,
         (b'f', 4) => DType::F32,
         (b'f', 8) => DType::F64,
+        (b'c', 8) => DType::Complex64,
+        (b'c', 16) => DType::Complex128,
         // As ml_dtypes defines it.
         (b'V', 2) if name()? == DType::BF16.name() => DType::BF16,
         _ => return Ok(Err(TensorError::unsupported(name()?))),

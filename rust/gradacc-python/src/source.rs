@@ -11,7 +11,7 @@ use pyo3::types::{IntoPyDict, PyCapsule, PyType};
 use pyo3::{ffi, intern};
 
 use crate::capsule::{self, Describe};
-use crate::{errors, numpy};
+use crate::{errors, numpy, sparse};
 
 /// The gradients of a micro-batch by their parameters' numbers, and what keeps their memory alive. Copies nothing.
 pub(crate) struct Batch {
@@ -102,7 +102,14 @@ impl Way {
                 Ok((view, Owner::Object(capsule)))
             }
             Self::Capsule => consume(object.cast::<PyCapsule>()?, id),
-            Self::DLPack { describe, is_torch: true } => by_dlpack(&torch_values(object, id)?, describe, id),
+            Self::DLPack { describe, is_torch: true } => {
+                let tensor = torch_values(object, id)?;
+                if !sparse::is_sparse(&tensor)? {
+                    return by_dlpack(&tensor, describe, id);
+                }
+                let (values, owner) = by_dlpack(&torch_values(&sparse::values(&tensor)?, id)?, describe, id)?;
+                Ok((sparse::view(&tensor, values)?.map_err(|reason| raise(reason, id))?, owner))
+            }
             Self::DLPack { describe, is_torch: false } => by_dlpack(object, describe, id),
         }
     }
@@ -180,6 +187,9 @@ fn torch_values<'py>(tensor: &Bound<'py, PyAny>, id: &Bound<'py, PyAny>) -> PyRe
     }
     if tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
         tensor = tensor.call_method0(intern!(py, "resolve_neg"))?;
+    }
+    if tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()? {
+        tensor = tensor.call_method0(intern!(py, "resolve_conj"))?;
     }
     Ok(tensor)
 }

@@ -13,7 +13,7 @@ use std::ffi::{CStr, c_void};
 use gradacc::TensorView;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{IntoPyDict, PyList, PyTuple};
+use pyo3::types::{IntoPyDict, PyList, PyString, PyTuple};
 use pyo3::{ffi, intern};
 
 /// Fewer tensors than this are looked at one by one: that is quick enough.
@@ -108,8 +108,12 @@ impl Vetted {
 /// Whether a torch tensor is looked at as it is.
 fn is_plain(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = tensor.py();
-    let requires_grad = tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
-    Ok(!requires_grad && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
+    let has = |attribute: &Bound<'_, PyString>| tensor.getattr(attribute)?.is_truthy();
+    let answers = |method: &Bound<'_, PyString>| tensor.call_method0(method)?.is_truthy();
+    Ok(!has(intern!(py, "requires_grad"))?
+        && !has(intern!(py, "is_sparse"))?
+        && !answers(intern!(py, "is_neg"))?
+        && !answers(intern!(py, "is_conj"))?)
 }
 
 /// What is used of torch's guards.
@@ -179,6 +183,9 @@ impl Torch {
         for other in OTHERS {
             apart &= !passes(&make(other)?)?;
         }
+        let complex = make(c"torch.ones(4, 3, dtype=torch.complex64)")?;
+        let check = self.guard(&PyTuple::new(py, [&complex])?)?;
+        apart &= !check.call1((complex.call_method0("conj")?,))?.is_truthy()?;
         Ok(apart)
     }
 }

@@ -12,7 +12,7 @@ use memmap2::{MmapMut, MmapOptions};
 
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
-use crate::param::{BufferSpec, SLOT_ALIGNMENT};
+use crate::param::{BufferSpec, SLOT_ALIGNMENT, Slot};
 use crate::view::TensorView;
 
 /// The size of a huge page on x86-64 and AArch64. Larger buffers start on such a boundary.
@@ -81,25 +81,42 @@ impl Buffer {
         &mut self.map[self.start..][..self.len * self.dtype.len_bytes()]
     }
 
-    /// The elements of a range. Panics if the dtype is another.
+    /// The elements of a range, or pairs of them. Panics if the dtype is another.
     pub(crate) fn elements<T: Element>(&self, range: Range<usize>) -> &[T] {
-        assert_eq!(T::DTYPE, self.dtype);
-        &bytemuck::cast_slice(self.bytes())[range]
+        assert_eq!(T::DTYPE.component(), self.dtype);
+        let size = self.dtype.len_bytes();
+        bytemuck::cast_slice(&self.bytes()[range.start * size..range.end * size])
     }
 
-    /// A view of the elements from `offset` on, in row-major order. Panics if they leave the buffer.
-    pub(crate) fn view(&self, offset: usize, shape: &[usize]) -> TensorView<'_> {
-        assert!(offset + shape.iter().product::<usize>() <= self.len, "a view leaves its buffer");
+    /// A view of the elements from `offset` on, in row-major order; of pairs of them, if the dtype is complex. Panics if
+    /// they leave the buffer, or the dtype has other components.
+    pub(crate) fn view(&self, offset: usize, shape: &[usize], dtype: DType) -> TensorView<'_> {
+        let len = shape.iter().product::<usize>() * dtype.components();
+        assert!(offset + len <= self.len && dtype.component() == self.dtype, "a view leaves its buffer");
         let start = self.as_ptr().wrapping_add(offset * self.dtype.len_bytes());
         // SAFETY: the elements lie within the mapping, by the assertion and the invariants, and it is borrowed for as
         // long as the view. Not guaranteed: that whoever was handed them does not write meanwhile.
-        let view = unsafe { TensorView::from_raw_parts(start.cast(), self.dtype, shape, None) };
+        let view = unsafe { TensorView::from_raw_parts(start.cast(), dtype, shape, None) };
         view.expect("a buffer lies within the address space")
     }
 
     pub(crate) fn fill_zero(&mut self, range: Range<usize>) {
         let size = self.dtype.len_bytes();
         self.bytes_mut()[range.start * size..range.end * size].fill(0);
+    }
+
+    /// Makes the slot of a parameter zeros; costs nothing if that is what it holds.
+    pub(crate) fn clear(&mut self, param: usize, slot: Slot) {
+        // Whoever was handed the whole buffer may have written anywhere.
+        if self.is_touched(param) || *self.padding_exposed.get_mut() {
+            self.fill_zero(slot.offset..slot.offset + slot.len);
+        }
+    }
+
+    /// The addresses of its elements, from the first to the one after the last.
+    pub(crate) fn span(&self) -> Range<usize> {
+        let start = self.as_ptr().addr();
+        start..start + self.len * self.dtype.len_bytes()
     }
 
     /// Notes that the slot of a parameter is about to be written.

@@ -105,6 +105,9 @@ pub enum TensorError {
         /// DLPack's number of the device type.
         device_type: i32,
     },
+    /// The tensor lies in the buffer it is to be added to.
+    #[error("expected a gradient in memory of its own, got one that lies in a buffer its sums are kept in")]
+    Overlap,
     /// The description of the tensor makes no sense: a negative size, or more bytes than can be addressed.
     #[error("{0}")]
     Malformed(String),

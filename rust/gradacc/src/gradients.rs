@@ -56,7 +56,7 @@ impl HasGradients for Gradients {
         let buffers = self.settled()?;
         for &param in &self.seen {
             let (spec, slot) = (self.layout.spec(param), self.layout.slot(param));
-            visit(spec.id, buffers[slot.buffer].view(slot.offset, &spec.shape));
+            visit(spec.id, buffers[slot.buffer].view(slot.offset, &spec.shape, self.layout.sums_dtype(param)));
         }
         Ok(())
     }
@@ -158,7 +158,11 @@ impl Gradients {
 
     fn sum_of_squares(&self, buffers: &[Arc<Lease>]) -> Result<f64> {
         let slots = self.seen.iter().map(|&param| self.layout.slot(param));
-        let views: Vec<_> = slots.map(|slot| buffers[slot.buffer].view(slot.offset, &[slot.len])).collect();
+        let view = |slot: Slot| {
+            let buffer = &buffers[slot.buffer];
+            buffer.view(slot.offset, &[slot.len], buffer.dtype())
+        };
+        let views: Vec<_> = slots.map(view).collect();
         Ok(kernels::examine(&views.iter().collect::<Vec<_>>(), true)?.sum_of_squares)
     }
 
@@ -222,12 +226,17 @@ impl Gradients {
         assert!(self.seen.binary_search(&param).is_ok(), "the window has not seen parameter {param}");
         let slot = self.layout.slot(param);
         let buffer = Arc::clone(&self.settled()?[slot.buffer]);
-        Ok(Gradient { buffer, slot, shape: self.layout.spec(param).shape.clone() })
+        Ok(Gradient {
+            buffer,
+            slot,
+            shape: self.layout.spec(param).shape.clone(),
+            dtype: self.layout.sums_dtype(param),
+        })
     }
 
     /// The flat buffers themselves, one for each dtype of sums (more, if parameters were registered within windows).
-    /// Shares them. Each parameter lies at its offset in the layout, in row-major order; parameters that the window did
-    /// not see, and the padding between parameters, are zeros.
+    /// Shares them. Each parameter lies at its offset in the layout, in row-major order, complex numbers as pairs;
+    /// parameters that the window did not see, and the padding between parameters, are zeros.
     ///
     /// # Errors
     /// As for [`get`](Self::get).
@@ -235,7 +244,8 @@ impl Gradients {
         let whole = |(index, buffer): (usize, &Arc<Lease>)| {
             buffer.expose_padding();
             let slot = Slot { buffer: index, offset: 0, len: buffer.len() };
-            Gradient { buffer: Arc::clone(buffer), slot, shape: Shape::from_slice(&[slot.len]) }
+            let shape = Shape::from_slice(&[slot.len]);
+            Gradient { buffer: Arc::clone(buffer), slot, shape, dtype: buffer.dtype() }
         };
         Ok(self.settled()?.iter().enumerate().map(whole).collect())
     }
@@ -319,12 +329,13 @@ pub struct Gradient {
     buffer: Arc<Lease>,
     slot: Slot,
     shape: Shape,
+    dtype: DType,
 }
 
 impl Gradient {
     /// Its dtype: that of the sums.
     pub fn dtype(&self) -> DType {
-        self.buffer.dtype()
+        self.dtype
     }
 
     /// Its shape; elements lie in row-major order.
@@ -334,7 +345,7 @@ impl Gradient {
 
     /// Where its elements start; on a 64-byte boundary.
     pub fn as_ptr(&self) -> *const u8 {
-        self.buffer.as_ptr().wrapping_add(self.slot.offset * self.dtype().len_bytes())
+        self.buffer.as_ptr().wrapping_add(self.slot.offset * self.buffer.dtype().len_bytes())
     }
 
     /// The same elements in memory of their own, at the cost of a copy.
@@ -343,7 +354,7 @@ impl Gradient {
     /// If there is no memory.
     pub fn to_owned_copy(&self) -> Result<Self> {
         let buffer = Arc::new(self.buffer.copy(self.slot.offset, self.slot.len)?);
-        Ok(Self { buffer, slot: Slot { buffer: 0, offset: 0, len: self.slot.len }, shape: self.shape.clone() })
+        Ok(Self { buffer, slot: Slot { buffer: 0, offset: 0, len: self.slot.len }, ..self.clone() })
     }
 
     /// Its elements.

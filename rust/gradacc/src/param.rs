@@ -33,7 +33,8 @@ pub struct ParamSpec {
     pub name: String,
     /// Its shape; gradients must have exactly this one.
     pub shape: Shape,
-    /// Its dtype, which decides the dtype of its sums unless the accumulator is told another.
+    /// Its dtype, which decides the dtype of its sums unless the accumulator is told another. Its gradients are complex
+    /// if it is, and only then.
     pub dtype: DType,
 }
 
@@ -51,7 +52,7 @@ pub struct Slot {
     pub buffer: usize,
     /// Elements from the buffer's start; a multiple of [`SLOT_ALIGNMENT`] in bytes.
     pub offset: usize,
-    /// Number of elements.
+    /// Number of the buffer's elements: two for each complex number.
     pub len: usize,
 }
 
@@ -101,6 +102,12 @@ impl Layout {
         self.slots[index]
     }
 
+    /// The dtype that a parameter's gradients are summed and handed over in. Panics if there is no such parameter.
+    pub fn sums_dtype(&self, index: usize) -> DType {
+        let sums = self.buffers[self.slots[index].buffer].dtype.of_components(self.params[index].dtype.is_complex());
+        sums.expect("a parameter lies in a buffer that takes it")
+    }
+
     /// The flat buffers.
     pub fn buffers(&self) -> &[BufferSpec] {
         &self.buffers
@@ -122,12 +129,15 @@ impl Layout {
         if self.params.contains_key(&spec.id) {
             return Err(Error::DuplicateParameter { parameter: spec.name });
         }
-        if !accumulation.takes(spec.dtype) {
-            let accepted = DType::names(accumulation.accepts());
+        let sums = accumulation.of_components(spec.dtype.is_complex());
+        if sums.is_none() || !accumulation.takes(spec.dtype) {
+            let accepted = accumulation.accepted(false);
             return Err(TensorError::Dtype { accepted, got: spec.dtype.to_string() }.of(spec.name));
         }
         let too_large = || TensorError::Malformed("its sums exceed the address space".into()).of(spec.name.clone());
-        let len = element_count(&spec.shape).ok_or_else(too_large)?;
+        let len = element_count(&spec.shape)
+            .and_then(|count| count.checked_mul(spec.dtype.components()))
+            .ok_or_else(too_large)?;
         let reusable = |&(index, buffer): &(usize, &BufferSpec)| buffer.dtype == accumulation && may_grow(index);
         let buffer = self.buffers.iter().enumerate().rev().find(reusable).map(|(index, _)| index);
         let offset = buffer.map_or(0, |buffer| self.buffers[buffer].len);

@@ -43,6 +43,8 @@ pub struct DLDataType {
 pub const CODE_FLOAT: u8 = 2;
 /// `kDLBfloat`.
 pub const CODE_BFLOAT: u8 = 4;
+/// `kDLComplex`: bits of both parts.
+pub const CODE_COMPLEX: u8 = 5;
 
 /// `DLTensor`.
 #[derive(Debug)]

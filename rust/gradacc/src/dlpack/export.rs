@@ -4,7 +4,8 @@ use std::ptr::{self, NonNull};
 
 use super::VERSION;
 use super::abi::{
-    CODE_BFLOAT, CODE_FLOAT, DEVICE_CPU, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLTensor,
+    CODE_BFLOAT, CODE_COMPLEX, CODE_FLOAT, DEVICE_CPU, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned,
+    DLTensor,
 };
 use crate::dtype::DType;
 use crate::gradients::Gradient;
@@ -72,6 +73,8 @@ fn dtype(dtype: DType) -> DLDataType {
         DType::BF16 => (CODE_BFLOAT, 16),
         DType::F32 => (CODE_FLOAT, 32),
         DType::F64 => (CODE_FLOAT, 64),
+        DType::Complex64 => (CODE_COMPLEX, 64),
+        DType::Complex128 => (CODE_COMPLEX, 128),
     };
     DLDataType { code, bits, lanes: 1 }
 }

@@ -6,8 +6,8 @@ use smallvec::SmallVec;
 
 use super::VERSION;
 use super::abi::{
-    CODE_BFLOAT, CODE_FLOAT, DEVICE_CPU, DEVICE_CUDA_HOST, DLDataType, DLManagedTensor, DLManagedTensorVersioned,
-    DLTensor,
+    CODE_BFLOAT, CODE_COMPLEX, CODE_FLOAT, DEVICE_CPU, DEVICE_CUDA_HOST, DLDataType, DLManagedTensor,
+    DLManagedTensorVersioned, DLTensor,
 };
 use crate::dtype::DType;
 use crate::error::TensorError;
@@ -132,6 +132,8 @@ fn dtype(dtype: DLDataType) -> Result<DType, TensorError> {
         (CODE_FLOAT, 32, 1) => Ok(DType::F32),
         (CODE_FLOAT, 64, 1) => Ok(DType::F64),
         (CODE_BFLOAT, 16, 1) => Ok(DType::BF16),
+        (CODE_COMPLEX, 64, 1) => Ok(DType::Complex64),
+        (CODE_COMPLEX, 128, 1) => Ok(DType::Complex128),
         _ => Err(TensorError::unsupported(name(dtype))),
     }
 }
@@ -143,7 +145,7 @@ fn name(dtype: DLDataType) -> String {
         1 => "uint",
         CODE_FLOAT => "float",
         CODE_BFLOAT => "bfloat",
-        5 => "complex",
+        CODE_COMPLEX => "complex",
         6 => "bool",
         _ => return format!("DLPack dtype (code {}, {} bits, {} lanes)", dtype.code, dtype.bits, dtype.lanes),
     };

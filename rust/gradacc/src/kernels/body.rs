@@ -74,7 +74,7 @@ struct Sums<T>([MaybeUninit<T>; RUN]);
 ///
 /// # Safety
 /// `source` is readable for `len` elements, and need not be aligned. Unless MODE is EXAMINE, `target` is writable
-/// (readable too, for ADD) for `len` elements and 64-byte aligned, and they do not overlap. The machine has the
+/// (readable too, for ADD) for `len` elements and aligned, on 64 bytes for STREAM, and they do not overlap. The machine has the
 /// instruction set I. `moments` has lanes if, and only if, NORM asks for squares.
 #[inline(always)]
 pub(super) unsafe fn add<I: Isa, S: Scalar, T: Scalar, const MODE: u8, const NORM: bool>(

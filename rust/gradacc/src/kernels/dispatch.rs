@@ -175,7 +175,8 @@ macro_rules! level {
                     (DType::BF16, DType::F64) => flags::<bf16, f64>(mode, norm),
                     (DType::F32, DType::F64) => flags::<f32, f64>(mode, norm),
                     (DType::F64, DType::F64) => flags::<f64, f64>(mode, norm),
-                    (_, DType::F16 | DType::BF16) => None,
+                    (_, DType::F16 | DType::BF16) | (DType::Complex64 | DType::Complex128, _) => None,
+                    (_, DType::Complex64 | DType::Complex128) => None,
                 },
                 scale: |dtype, divide| match (dtype, divide) {
                     (DType::F16, false) => scale::<f16, false>,
@@ -186,6 +187,7 @@ macro_rules! level {
                     (DType::F32, true) => scale::<f32, true>,
                     (DType::F64, false) => scale::<f64, false>,
                     (DType::F64, true) => scale::<f64, true>,
+                    (DType::Complex64 | DType::Complex128, _) => panic!("buffers hold components"),
                 },
             };
         }

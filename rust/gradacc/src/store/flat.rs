@@ -1,5 +1,6 @@
 //! Sums in flat buffers in host memory.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Closing, Report, Store};
@@ -69,9 +70,14 @@ impl Store for FlatStore {
             return Err(TensorError::Shape { expected, got }.of(&spec.name));
         }
         let sums = self.layout.buffers()[self.layout.slot(param).buffer].dtype;
-        if !sums.takes(gradient.dtype()) {
-            let (accepted, got) = (DType::names(sums.accepts()), gradient.dtype().to_string());
+        let is_complex = spec.dtype.is_complex();
+        if is_complex != gradient.dtype().is_complex() || !sums.takes(gradient.dtype().component()) {
+            let (accepted, got) = (sums.accepted(is_complex), gradient.dtype().to_string());
             return Err(TensorError::Dtype { accepted, got }.of(&spec.name));
+        }
+        let span = gradient.span();
+        if self.buffers.iter().flatten().any(|buffer| overlap(&span, &buffer.span())) {
+            return Err(TensorError::Overlap.of(&spec.name));
         }
         Ok(())
     }
@@ -87,8 +93,8 @@ impl Store for FlatStore {
             let slot = self.layout.slot(*param);
             is_used[slot.buffer] = true;
             any_first |= seen[*param] != Seen::Written;
-            len_bytes +=
-                slot.len * (gradient.dtype().len_bytes() + self.layout.buffers()[slot.buffer].dtype.len_bytes());
+            let (source, sums) = (gradient.dtype().component(), self.layout.buffers()[slot.buffer].dtype);
+            len_bytes += gradient.stored_count() * (source.len_bytes() + sums.len_bytes());
         }
         for buffer in (0..self.buffers.len()).filter(|&buffer| is_used[buffer]) {
             let dtype = self.layout.buffers()[buffer].dtype;
@@ -98,15 +104,19 @@ impl Store for FlatStore {
             self.lease(buffer)?;
         }
         if any_first {
-            for &(param, _) in batch {
-                if let Some(buffer) = &mut self.buffers[self.layout.slot(param).buffer] {
-                    buffer.touch(param);
+            for (param, gradient) in batch {
+                let slot = self.layout.slot(*param);
+                if let Some(buffer) = &mut self.buffers[slot.buffer] {
+                    if gradient.rows().is_some() && seen[*param] != Seen::Written {
+                        buffer.clear(*param, slot);
+                    }
+                    buffer.touch(*param);
                 }
             }
         }
         let layout = &self.layout;
         let jobs = batch.iter().map(|(param, source)| {
-            let write = seen[*param] != Seen::Written;
+            let write = seen[*param] != Seen::Written && source.rows().is_none();
             Job { source, slot: layout.slot(*param), write }
         });
         kernels::add(&mut self.buffers, jobs, len_bytes, scale, norm)
@@ -119,7 +129,7 @@ impl Store for FlatStore {
         let mut buffers: Vec<Lease> = self.buffers.iter_mut().flat_map(Option::take).collect();
         for &(param, _) in closing.seen.iter().filter(|(_, written)| !written) {
             let slot = self.layout.slot(param);
-            buffers[slot.buffer].fill_zero(slot.offset..slot.offset + slot.len);
+            buffers[slot.buffer].clear(param, slot);
             // Its holder may write to it.
             buffers[slot.buffer].touch(param);
         }
@@ -129,4 +139,8 @@ impl Store for FlatStore {
     fn reset(&mut self) {
         self.buffers.fill_with(|| None);
     }
+}
+
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
 }

@@ -1,9 +1,17 @@
-//! Somebody else's tensor, looked at without copying it.
+//! Somebody else's tensor, looked at without copying it: dense, with any strides, or some rows of one.
+
+mod rows;
+mod walk;
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use smallvec::SmallVec;
+
+pub(crate) use rows::Rows;
+use walk::Walk;
+pub(crate) use walk::{Tile, Tiling};
 
 use crate::dtype::{DType, Element};
 use crate::error::TensorError;
@@ -12,16 +20,26 @@ use crate::param::{Shape, element_count};
 /// Pointer, dtype, shape and strides of a tensor that lives elsewhere, in host memory.
 ///
 /// It borrows: nothing is copied, nothing is freed. Elements are read by logical index, whatever their order in
-/// memory, and need not be aligned.
+/// memory, and need not be aligned. It may also be given by some of its rows ([`from_rows`](Self::from_rows)).
 #[derive(Clone, Debug)]
 pub struct TensorView<'a> {
     data: *const u8,
     dtype: DType,
     shape: Shape,
+    /// Of components: two for each complex number.
     len: usize,
-    /// How to walk the elements in logical order; None if that is their order in memory, without gaps.
-    walk: Option<Box<Walk>>,
+    order: Order<'a>,
     memory: PhantomData<&'a [u8]>,
+}
+
+/// How components are found in logical order.
+#[derive(Clone, Debug)]
+enum Order<'a> {
+    /// That is their order in memory, without gaps.
+    RowMajor,
+    Strided(Box<Walk>),
+    /// There is no memory but that of some rows; the others are zero.
+    Rows(Box<Rows<'a>>),
 }
 
 // SAFETY: a view only reads, like the `&'a [u8]` it stands for. Established by the contract of `from_raw_parts`: the
@@ -51,8 +69,8 @@ impl<'a> TensorView<'a> {
             data: elements.as_ptr().cast(),
             dtype: T::DTYPE,
             shape: shape.into(),
-            len: elements.len(),
-            walk: None,
+            len: elements.len() * T::DTYPE.components(),
+            order: Order::RowMajor,
             memory: PhantomData,
         })
     }
@@ -73,24 +91,56 @@ impl<'a> TensorView<'a> {
         shape: &[usize],
         strides: Option<&[isize]>,
     ) -> Result<Self, TensorError> {
-        let len = element_count(shape)
-            .filter(|len| len.checked_mul(dtype.len_bytes()).is_some_and(|bytes| bytes <= isize::MAX as usize))
+        let count = element_count(shape)
+            .filter(|count| count.checked_mul(dtype.len_bytes()).is_some_and(|bytes| bytes <= isize::MAX as usize))
             .ok_or_else(|| TensorError::Malformed(format!("a tensor of shape {shape:?} exceeds the address space")))?;
         let walk = match strides {
             Some(strides) if strides.len() != shape.len() => {
                 return Err(TensorError::Malformed(format!("{} strides for shape {shape:?}", strides.len())));
             }
-            Some(strides) if len > 0 => Walk::new(shape, strides).map(Box::new),
+            Some(strides) if count > 0 && dtype.is_complex() => {
+                let doubled: Option<SmallVec<[isize; 4]>> =
+                    strides.iter().map(|stride| stride.checked_mul(2)).chain([Some(1)]).collect();
+                let doubled = doubled.ok_or_else(|| TensorError::Malformed(format!("strides {strides:?}")))?;
+                Walk::new(&[shape, &[2]].concat(), &doubled)
+            }
+            Some(strides) if count > 0 => Walk::new(shape, strides),
             _ => None,
         };
-        Ok(Self { data: data.cast(), dtype, shape: shape.into(), len, walk, memory: PhantomData })
+        let order = walk.map_or(Order::RowMajor, |walk| Order::Strided(Box::new(walk)));
+        let len = count * dtype.components();
+        Ok(Self { data: data.cast(), dtype, shape: shape.into(), len, order, memory: PhantomData })
     }
 
-    /// Looks at other memory from now on, with the same dtype, shape and strides.
+    /// A tensor that is zero but in some rows, as the gradient of an embedding is. `values` are those rows: its first
+    /// dimension counts them, and the others are the last ones of `shape`. `rows` says where each belongs, counted in
+    /// row-major order over the first dimensions of `shape`. A row that is given several times counts as their sum.
+    ///
+    /// # Errors
+    /// [`TensorError::Malformed`] if shapes do not fit each other, or a row lies outside.
+    ///
+    /// ```
+    /// # use gradacc::TensorView;
+    /// let values = TensorView::from_slice(&[1.0_f32, 2.0, 3.0, 4.0], &[2, 2])?;
+    /// let view = TensorView::from_rows(vec![7, 7], values, &[10, 2])?;
+    /// assert_eq!(view.shape(), [10, 2]);
+    /// # Ok::<(), gradacc::TensorError>(())
+    /// ```
+    pub fn from_rows(rows: Vec<usize>, values: TensorView<'a>, shape: &[usize]) -> Result<Self, TensorError> {
+        let (dtype, data) = (values.dtype, values.data);
+        let len = element_count(shape).and_then(|count| count.checked_mul(dtype.components()));
+        let len = len
+            .ok_or_else(|| TensorError::Malformed(format!("a tensor of shape {shape:?} exceeds the address space")))?;
+        let order = Order::Rows(Box::new(Rows::new(rows, values, shape)?));
+        Ok(Self { data, dtype, shape: shape.into(), len, order, memory: PhantomData })
+    }
+
+    /// Looks at other memory from now on, with the same dtype, shape and strides. Panics if it is given by rows.
     ///
     /// # Safety
     /// As for [`from_raw_parts`](Self::from_raw_parts), for the lifetime this view has.
     pub unsafe fn set_data(&mut self, data: *const c_void) {
+        assert!(!matches!(self.order, Order::Rows(_)), "rows have memory of their own");
         self.data = data.cast();
     }
 
@@ -106,7 +156,7 @@ impl<'a> TensorView<'a> {
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.len
+        self.len / self.dtype.components()
     }
 
     /// Whether it has no elements.
@@ -114,80 +164,75 @@ impl<'a> TensorView<'a> {
         self.len == 0
     }
 
-    /// The elements, if they lie in row-major order without gaps.
-    pub(crate) fn contiguous(&self) -> Option<*const u8> {
-        self.walk.is_none().then_some(self.data)
+    /// The rows, if it is given by them.
+    pub(crate) fn rows(&self) -> Option<&Rows<'a>> {
+        match &self.order {
+            Order::Rows(rows) => Some(rows),
+            _ => None,
+        }
     }
 
-    /// Copies the elements from logical index `start` on into `out`.
+    /// Number of components: of elements, or of parts of complex ones.
+    pub(crate) fn component_count(&self) -> usize {
+        self.len
+    }
+
+    /// Number of components that lie in memory.
+    pub(crate) fn stored_count(&self) -> usize {
+        self.rows().map_or(self.len, |rows| rows.values.len)
+    }
+
+    /// The components, if they lie in row-major order without gaps.
+    pub(crate) fn contiguous(&self) -> Option<*const u8> {
+        matches!(self.order, Order::RowMajor).then_some(self.data)
+    }
+
+    /// How rows and columns lie, if it is better read in tiles than in logical order.
+    pub(crate) fn tiling(&self) -> Option<Tiling> {
+        match &self.order {
+            Order::Strided(walk) => walk.tiling(),
+            _ => None,
+        }
+    }
+
+    /// The addresses it may read, from the first to the one after the last.
+    pub(crate) fn span(&self) -> Range<usize> {
+        let (size, start) = (self.dtype.component().len_bytes(), self.data.addr());
+        let (before, after) = match &self.order {
+            _ if self.len == 0 => return start..start,
+            Order::RowMajor => (0, self.len),
+            Order::Strided(walk) => walk.reach(),
+            Order::Rows(rows) => return rows.values.span(),
+        };
+        start.wrapping_sub(before * size)..start.wrapping_add(after * size)
+    }
+
+    /// Copies the components from logical index `start` on into `out`. Panics if it is given by rows.
     ///
     /// # Safety
-    /// `S` has the size of the dtype, `start + out.len()` is at most `len`, and `out` is writable.
+    /// `S` has the size of a component, `start + out.len()` is at most their number, and `out` is writable.
     pub(crate) unsafe fn gather<S: Copy>(&self, start: usize, out: *mut [S]) {
-        debug_assert_eq!(size_of::<S>(), self.dtype.len_bytes());
+        debug_assert_eq!(size_of::<S>(), self.dtype.component().len_bytes());
         let data = self.data.cast::<S>();
-        match &self.walk {
+        match &self.order {
             // SAFETY: contiguous, and in bounds by this function's contract.
-            None => unsafe { std::ptr::copy_nonoverlapping(data.add(start), out.cast(), out.len()) },
+            Order::RowMajor => unsafe { std::ptr::copy_nonoverlapping(data.add(start), out.cast(), out.len()) },
             // SAFETY: the walk was made for this memory; the rest is this function's contract.
-            Some(walk) => unsafe { walk.gather(data, start, out) },
-        }
-    }
-}
-
-/// The dimensions of a tensor from the outermost to the innermost, as (size, stride in elements), after those of size
-/// 1 are dropped and those that are one run in memory are merged.
-#[derive(Clone, Debug, PartialEq)]
-struct Walk(SmallVec<[(usize, isize); 4]>);
-
-impl Walk {
-    /// None if the walk is one contiguous run. There is no dimension of size 0.
-    fn new(shape: &[usize], strides: &[isize]) -> Option<Self> {
-        let mut dimensions: SmallVec<[(usize, isize); 4]> = SmallVec::new();
-        for (&size, &stride) in shape.iter().zip(strides).filter(|&(&size, _)| size > 1) {
-            match dimensions.last_mut() {
-                Some(outer) if Some(outer.1) == stride.checked_mul(size as isize) => {
-                    *outer = (outer.0 * size, stride);
-                }
-                _ => dimensions.push((size, stride)),
-            }
-        }
-        match dimensions[..] {
-            [] | [(_, 1)] => None,
-            _ => Some(Self(dimensions)),
+            Order::Strided(walk) => unsafe { walk.gather(data, start, out) },
+            Order::Rows(_) => panic!("rows are not read in logical order"),
         }
     }
 
+    /// Copies a tile of a view that has a [`tiling`](Self::tiling) into `out`, row by row, `out_stride` apart.
+    ///
     /// # Safety
-    /// As for [`TensorView::gather`], `data` being the tensor this walk was made for.
-    unsafe fn gather<S: Copy>(&self, data: *const S, start: usize, out: *mut [S]) {
-        let (&(inner_size, inner_stride), outer) = self.0.split_last().expect("a walk has a dimension");
-        let mut position: SmallVec<[usize; 4]> = SmallVec::from_elem(0, outer.len());
-        let (mut row, mut column) = (start / inner_size, start % inner_size);
-        for (axis, &(size, _)) in outer.iter().enumerate().rev() {
-            (position[axis], row) = (row % size, row / size);
-        }
-        let (len, out) = (out.len(), out.cast::<S>());
-        let mut done = 0;
-        while done < len {
-            let row: isize = outer.iter().zip(&position).map(|(&(_, stride), &i)| i as isize * stride).sum();
-            let run = (inner_size - column).min(len - done);
-            for i in 0..run {
-                let offset = row + (column + i) as isize * inner_stride;
-                // SAFETY: (position, column + i) is an index within the shape, so its element is readable by the
-                // contract of `from_raw_parts`; done + i < len, so the target is writable by this function's.
-                unsafe { out.add(done + i).write(data.offset(offset).read_unaligned()) };
-            }
-            done += run;
-            column = 0;
-            for (axis, &(size, _)) in outer.iter().enumerate().rev() {
-                position[axis] += 1;
-                if position[axis] < size {
-                    break;
-                }
-                position[axis] = 0;
-            }
-        }
+    /// `S` has the size of a component. The tile lies within the tensor, its rows within one group of
+    /// [`Tiling::rows`], and `out` is writable for it.
+    pub(crate) unsafe fn gather_tile<S: Copy>(&self, tile: &Tile, out: *mut S, out_stride: usize) {
+        debug_assert_eq!(size_of::<S>(), self.dtype.component().len_bytes());
+        let Order::Strided(walk) = &self.order else { panic!("only strided tensors have tiles") };
+        // SAFETY: the walk was made for this memory; the rest is this function's contract.
+        unsafe { walk.gather_tile(self.data.cast::<S>(), tile, out, out_stride) }
     }
 }
 
@@ -240,16 +285,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn a_run_in_memory_is_recognised() {
-        let runs: &[(&[usize], &[isize])] =
-            &[(&[4, 6], &[6, 1]), (&[1, 10], &[-7, 1]), (&[8, 15, 1, 1], &[15, 1, 1, 1]), (&[1, 1], &[5, 9])];
-        for (shape, strides) in runs {
-            assert_eq!(Walk::new(shape, strides), None, "{shape:?} {strides:?}");
-        }
-        assert_eq!(Walk::new(&[3, 4, 5], &[40, 10, 2]), Some(Walk(smallvec::smallvec![(60, 2)])));
     }
 
     #[test]

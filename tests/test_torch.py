@@ -96,7 +96,7 @@ REFUSED = {
     "leaf": (gradacc.GradaccError, lambda: torch.ones(4, 3, requires_grad=True)),
     "parameter": (gradacc.GradaccError, lambda: nn.Parameter(torch.ones(4, 3))),
     "meta": (gradacc.GradaccError, lambda: torch.ones(4, 3, device="meta")),
-    "sparse": (gradacc.GradaccError, lambda: torch.ones(4, 3).to_sparse()),
+    "mkldnn": (gradacc.GradaccError, lambda: torch.ones(4, 3).to_mkldnn()),
 }
 
 

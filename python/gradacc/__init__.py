@@ -21,10 +21,12 @@ from ._core import (
 )
 from .accumulator import GradientAccumulator
 from .gradients import Gradients
+from .schedule import EpochSchedule
 
 __all__ = [
     "ArgumentError",
     "DtypeError",
+    "EpochSchedule",
     "GradaccError",
     "Gradient",
     "GradientAccumulator",

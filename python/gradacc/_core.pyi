@@ -1,6 +1,6 @@
 """The engine. Its inside: use `gradacc`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat, final
 
 import numpy as np
@@ -17,6 +17,7 @@ __all__ = [
     "Gradient",
     "Gradients",
     "Last",
+    "Lengths",
     "Memory",
     "NonFiniteError",
     "ShapeError",
@@ -89,6 +90,13 @@ class Last:
     def norm(self) -> float | None: ...
 
 @final
+class Lengths:
+    """Lengths that hold from a position on; 1 before the first."""
+
+    def __new__(cls, lengths: Sequence[tuple[int, int]]) -> Lengths: ...
+    def at(self, position: int) -> int: ...
+
+@final
 class Accumulator:
     """Behind `gradacc.GradientAccumulator`."""
 
@@ -96,7 +104,8 @@ class Accumulator:
         cls,
         params: Sequence[tuple[Id, Sequence[int], str]],
         *,
-        every: int | None,
+        every: int | Sequence[tuple[int, int]] | Callable[[int], int] | None,
+        until_weight: float | None,
         reduction: str,
         dtype: str | None,
         on_nonfinite: str,
@@ -105,6 +114,13 @@ class Accumulator:
     ) -> Accumulator: ...
     def register(self, id: Id, shape: Sequence[int], dtype: str) -> None: ...
     def add(self, grads: Table | Sequence[Any], weight: SupportsFloat, scale: SupportsFloat | None) -> bool: ...
+    def set_schedule(
+        self, *, every: int | Sequence[tuple[int, int]] | Callable[[int], int] | None, until_weight: float | None
+    ) -> None: ...
+    def begin_micro_batch(self, weight: SupportsFloat, scale: SupportsFloat | None) -> None: ...
+    def add_part(self, grads: Table | Sequence[Any]) -> None: ...
+    def end_micro_batch(self) -> bool: ...
+    def abandon_micro_batch(self) -> None: ...
     def take(self) -> Gradients: ...
     def reset(self) -> None: ...
     @property
@@ -121,6 +137,8 @@ class Accumulator:
     def window(self) -> int: ...
     @property
     def every(self) -> int | None: ...
+    @property
+    def until_weight(self) -> float | None: ...
     @property
     def last(self) -> Last | None: ...
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias, cast
 
 import numpy as np
 
 from . import _core
 from .gradients import Gradients, Id
+from .schedule import Every, every_, until_weight_
 
 if TYPE_CHECKING:
     from .torch import Module
@@ -30,7 +32,11 @@ class GradientAccumulator:
         params: What gradients are to come: a mapping from id (a `str` or an `int`) to an array or to a pair
             `(shape, dtype)`, an iterable of such pairs of id and parameter, or a `torch.nn.Module`, of which those
             parameters are taken that require grad. Arrays are only looked at; their values are never read.
-        every: How many micro-batches complete a window; None: the caller decides.
+        every: How many micro-batches complete a window: a number, a mapping `{window: number}` that holds from a window
+            on (before the first of them, 1), or a function from the number of a window, counted from 0, such as an
+            `EpochSchedule`. It is fixed when the first micro-batch of a window comes. None: the caller decides.
+        until_weight: The weight that completes a window, instead of a number of micro-batches: a budget of tokens, which
+            the last micro-batch may exceed.
         reduction: "mean" divides by the weight of the window, "sum" does not.
         dtype: What sums are kept in, if not the default above: "float32" or "float64" take every dtype, "float16" and
             "bfloat16" their own only.
@@ -59,7 +65,8 @@ class GradientAccumulator:
         self,
         params: Table | Iterable[tuple[Id, Any]] | Module,
         *,
-        every: SupportsIndex | None = None,
+        every: Every | None = None,
+        until_weight: SupportsFloat | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         dtype: Any = None,
         on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
@@ -68,7 +75,8 @@ class GradientAccumulator:
     ) -> None:
         self._core = _core.Accumulator(
             [(_id(id), *_spec(id, like)) for id, like in _items(params)],
-            every=_every(every),
+            every=every_(every),
+            until_weight=until_weight_(until_weight),
             reduction=reduction,
             dtype=None if dtype is None else _dtype_name(dtype),
             on_nonfinite=on_nonfinite,
@@ -102,7 +110,7 @@ class GradientAccumulator:
             UnknownParameterError: An id was never registered.
             ShapeError: A gradient has another shape than its parameter. Nothing broadcasts.
             DtypeError: A gradient is no tensor, or of a dtype that its buffer does not take.
-            WindowError: The window was complete already.
+            WindowError: The window is complete or broken, or a micro-batch is open.
             NonFiniteError: A gradient holds NaN or infinity, and `on_nonfinite` is "raise".
             ArgumentError: The weight or the scale is out of its range.
             GradaccError: What else does not fit: a leaf that requires grad instead of its gradient, a sequence of
@@ -114,20 +122,80 @@ class GradientAccumulator:
             return add_module(self, cast("Module", grads), weight, scale)
         return self._core.add(grads, weight, scale)
 
+    @contextlib.contextmanager
+    def micro_batch(self, weight: SupportsFloat = 1.0, *, scale: SupportsFloat | None = None) -> Iterator[None]:
+        """Open a micro-batch that comes in parts: several calls of `add_part` that count as one, with one weight.
+
+        For tied weights, several backward passes, and gradients that come one parameter at a time. Until it ends,
+        nothing else can be added or taken. If the body raises, or the micro-batch is refused at its end (`on_nonfinite`
+        is "raise", `on_missing` is "error"), after a part has been added, the window is broken: only `reset` is legal.
+        `last.norm` is None if an id came more than once.
+
+        Args:
+            weight: As for `add`.
+            scale: As for `add`.
+
+        Raises:
+            WindowError: The window is complete or broken, or a micro-batch is open already.
+            NonFiniteError: At the end: a gradient held NaN or infinity, and `on_nonfinite` is "raise".
+            ArgumentError: The weight or the scale is out of its range; or `on_nonfinite` is "skip", which drops a
+                micro-batch as a whole, while a part can't be taken back.
+
+        Example:
+            >>> import gradacc, numpy as np
+            >>> acc = gradacc.GradientAccumulator({"tied": ((2,), "float32")})
+            >>> with acc.micro_batch(weight=2):
+            ...     acc.add_part({"tied": np.array([1, 2], "float32")})
+            ...     acc.add_part({"tied": np.array([3, 0], "float32")})
+            >>> acc.count, acc.weight, acc.take().numpy()["tied"].tolist()
+            (1, 2.0, [4.0, 2.0])
+        """
+        self._core.begin_micro_batch(weight, scale)
+        try:
+            yield
+        except BaseException:
+            self._core.abandon_micro_batch()
+            raise
+        self._core.end_micro_batch()
+
+    def add_part(self, grads: Table | Sequence[Any]) -> None:
+        """Add part of the micro-batch that is open. Copies nothing, and keeps nothing of the gradients.
+
+        Args:
+            grads: As for `add`, but no module. An id may have come before: both gradients count.
+
+        Raises:
+            WindowError: No micro-batch is open.
+            GradaccError: What does not fit, as for `add`. Nothing of this part has been written then.
+        """
+        self._core.add_part(grads)
+
     def take(self) -> Gradients:
         """Close the window and hand its gradients over; the next one opens.
 
         Costs the same whatever the size: the buffers move to the result, and the next window writes into others.
 
         Raises:
-            WindowError: The window is empty, or its weight is 0 though something was added and a mean is asked for. It
+            WindowError: The window is empty or broken, a micro-batch is open, or its weight is 0 though something was added and a mean is asked for. It
                 is kept then.
         """
         return Gradients(self._core.take())
 
     def reset(self) -> None:
-        """Forget what this window holds. It stays the same window, and is empty."""
+        """Forget what this window holds, and a micro-batch that is open. It stays the same window, and is empty."""
         self._core.reset()
+
+    def set_schedule(self, *, every: Every | None = None, until_weight: SupportsFloat | None = None) -> None:
+        """Complete windows otherwise from now on. A window that holds a micro-batch keeps what it was opened with.
+
+        Args:
+            every: As for the constructor.
+            until_weight: As for the constructor.
+
+        Raises:
+            ArgumentError: It is out of its range, or both are given.
+        """
+        self._core.set_schedule(every=every_(every), until_weight=until_weight_(until_weight))
 
     def register(self, id: Id, like: Any) -> None:
         """Register one more parameter, also within a window. Nothing moves.
@@ -174,8 +242,16 @@ class GradientAccumulator:
 
     @property
     def every(self) -> int | None:
-        """How many micro-batches this window is to have; None if the caller decides."""
+        """How many micro-batches this window is to have; None if the caller decides, or its weight does.
+
+        Fixed once the window holds a micro-batch, or has rejected one.
+        """
         return self._core.every
+
+    @property
+    def until_weight(self) -> float | None:
+        """The weight that completes this window; None if something else does. Fixed as `every` is."""
+        return self._core.until_weight
 
     @property
     def nbytes(self) -> int:
@@ -230,15 +306,3 @@ def _dtype_name(dtype: Any) -> str:
         return str(np.dtype(dtype).name)
     except TypeError:  # NumPy does not know bfloat16
         return name
-
-
-def _every(every: SupportsIndex | None) -> int | None:
-    if every is None:
-        return None
-    try:
-        length = -1 if isinstance(every, bool) else operator.index(every)
-    except TypeError:
-        length = -1
-    if length < 1:
-        raise _core.ArgumentError(f"every: expected a whole number of at least 1, or None, got {every!r}")
-    return length

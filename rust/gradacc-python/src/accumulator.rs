@@ -3,19 +3,15 @@
 use std::sync::{Mutex, PoisonError};
 
 use gradacc::{
-    Added, DType, Error, GradientAccumulator, OnMissing, OnNonFinite, ParamId, ParamSpec, Reduction, Store,
-    TensorError, TensorView, Weight,
+    DType, Error, Goal, GradientAccumulator, Lengths, OnMissing, OnNonFinite, ParamId, ParamSpec, Reduction, Schedule,
+    Store, TensorError, Weight, WindowError,
 };
-use pyo3::exceptions::PyTypeError;
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
-use pyo3::types::{PyDict, PyList, PyMapping, PySequence, PyTuple};
 
+use crate::batch::Ids;
 use crate::errors;
 use crate::gradients::Gradients;
-use crate::source::Batch;
-use crate::vetting::{Numbers, Vetted, len_bytes};
 
 /// Adds of fewer bytes than this keep the GIL. Measured: releasing it and getting it back takes 80 ns, such an add no
 /// more than 2.5 µs.
@@ -26,25 +22,43 @@ const KEEPS_THE_GIL: usize = 1 << 16;
 /// One lock. It is never held while Python code runs, and waited for only without the GIL.
 #[pyclass(frozen, module = "gradacc._core")]
 pub(crate) struct Accumulator {
-    engine: Mutex<GradientAccumulator>,
-    /// In layout order.
-    ids: Py<PyList>,
-    /// From id to number in the layout.
-    numbers: Py<PyDict>,
+    pub(crate) engine: Mutex<GradientAccumulator>,
+    pub(crate) ids: Ids,
     /// Held while a parameter is registered here and in the engine, so that both number it alike.
     registering: Mutex<()>,
-    /// Taken out while it is used, so that no lock is held while Python code runs.
-    seen_before: Mutex<SeenBefore>,
+    /// From the number of a window to its length, where the schedule is a function.
+    length_of: Mutex<Option<Py<PyAny>>>,
 }
 
-/// What the last micro-batch was like: the next is most often the same.
-#[derive(Default)]
-struct SeenBefore {
-    /// Keys of a mapping in its order, each with its number.
-    keys: Vec<(Py<PyAny>, usize)>,
-    vetted: Option<Vetted>,
-    /// How often vetting was in vain since it last was not. It is tried again ever less often.
-    misses: u32,
+/// What completes a window, as Python gives it: a length, pairs of a window and the length from it on, or a function
+/// from the number of a window to its length.
+#[derive(FromPyObject)]
+enum Every<'py> {
+    Always(u64),
+    FromWindow(Vec<(u64, u64)>),
+    Told(Bound<'py, PyAny>),
+}
+
+impl Every<'_> {
+    fn schedule(every: Option<&Self>, until_weight: Option<f64>) -> Result<Schedule, Error> {
+        match (every, until_weight) {
+            (None, None) => Ok(Schedule::Open),
+            (None, Some(weight)) => Schedule::until_weight(weight),
+            (Some(_), Some(_)) => {
+                Err(Error::Argument { name: "every", reason: "expected it or until_weight, got both".into() })
+            }
+            (Some(Self::Always(length)), None) => Schedule::every(*length),
+            (Some(Self::FromWindow(lengths)), None) => Lengths::new(lengths.iter().copied()).map(Schedule::FromWindow),
+            (Some(Self::Told(_)), None) => Ok(Schedule::Told),
+        }
+    }
+
+    fn function(every: Option<Self>) -> Option<Py<PyAny>> {
+        match every {
+            Some(Self::Told(function)) => Some(function.unbind()),
+            _ => None,
+        }
+    }
 }
 
 /// What is known of the last micro-batch: `finite`, and `norm` if `micro_norms` asked for it.
@@ -72,12 +86,13 @@ fn choose<T: Copy>(name: &'static str, options: &[(&str, T)], given: &str) -> Re
 #[pymethods]
 impl Accumulator {
     #[new]
-    #[pyo3(signature = (params, *, every, reduction, dtype, on_nonfinite, on_missing, micro_norms))]
+    #[pyo3(signature = (params, *, every, until_weight, reduction, dtype, on_nonfinite, on_missing, micro_norms))]
     #[expect(clippy::too_many_arguments, reason = "one for each of the public constructor's")]
     fn new(
         py: Python<'_>,
         params: Vec<(Bound<'_, PyAny>, Vec<usize>, String)>,
-        every: Option<u64>,
+        every: Option<Every<'_>>,
+        until_weight: Option<f64>,
         reduction: &str,
         dtype: Option<&str>,
         on_nonfinite: &str,
@@ -86,6 +101,7 @@ impl Accumulator {
     ) -> PyResult<Self> {
         let build = || {
             let mut builder = GradientAccumulator::builder()
+                .schedule(Every::schedule(every.as_ref(), until_weight)?)
                 .reduction(choose("reduction", &[("mean", Reduction::Mean), ("sum", Reduction::Sum)], reduction)?)
                 .on_nonfinite(choose(
                     "on_nonfinite",
@@ -102,21 +118,18 @@ impl Accumulator {
                     on_missing,
                 )?)
                 .micro_norms(micro_norms);
-            if let Some(every) = every {
-                builder = builder.every(every);
-            }
             if let Some(dtype) = dtype {
                 let reason = |reason: TensorError| Error::Argument { name: "dtype", reason: reason.to_string() };
                 builder = builder.dtype(dtype.parse().map_err(reason)?);
             }
             builder.build()
         };
+        let engine = build().map_err(|error| errors::raise(py, error))?;
         let accumulator = Self {
-            engine: Mutex::new(build().map_err(|error| errors::raise(py, error))?),
-            ids: PyList::empty(py).unbind(),
-            numbers: PyDict::new(py).unbind(),
+            engine: Mutex::new(engine),
+            ids: Ids::new(py),
             registering: Mutex::default(),
-            seen_before: Mutex::default(),
+            length_of: Mutex::new(Every::function(every)),
         };
         for (id, shape, dtype) in params {
             accumulator.register(py, &id, shape, &dtype)?;
@@ -125,7 +138,7 @@ impl Accumulator {
     }
 
     fn register(&self, py: Python<'_>, id: &Bound<'_, PyAny>, shape: Vec<usize>, dtype: &str) -> PyResult<()> {
-        let (ids, numbers) = (self.ids.bind(py), self.numbers.bind(py));
+        let (ids, numbers) = (self.ids.list.bind(py), self.ids.numbers.bind(py));
         let _registering = self.registering.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
         if numbers.contains(id)? {
             return Err(errors::raise(py, Error::DuplicateParameter { parameter: errors::name(id) }));
@@ -139,26 +152,64 @@ impl Accumulator {
         numbers.set_item(id, number)
     }
 
+    /// Completes windows otherwise from now on; one that is open keeps its length.
+    #[pyo3(signature = (*, every, until_weight))]
+    fn set_schedule(&self, py: Python<'_>, every: Option<Every<'_>>, until_weight: Option<f64>) -> PyResult<()> {
+        let schedule = Every::schedule(every.as_ref(), until_weight).map_err(|error| errors::raise(py, error))?;
+        let mut length_of = self.length_of.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *length_of, Every::function(every));
+        self.locked(py, |engine| {
+            engine.set_schedule(schedule);
+            Ok(())
+        })?;
+        drop(length_of);
+        // Python code may run now.
+        drop(before);
+        Ok(())
+    }
+
     #[pyo3(signature = (grads, weight, scale))]
     fn add(
         &self,
-        py: Python<'_>,
         grads: &Bound<'_, PyAny>,
         weight: &Bound<'_, PyAny>,
         scale: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<bool> {
-        let weight = self.weight(py, weight, scale)?;
-        let lock = || self.seen_before.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut seen_before = std::mem::take(&mut *lock());
-        let added = self.add_weighted(grads, weight, &mut seen_before);
-        // What it replaces, of another thread, is dropped after the lock.
-        let _other = std::mem::replace(&mut *lock(), seen_before);
-        Ok(added?.is_complete())
+        let py = grads.py();
+        let weight = to_weight(weight, scale)?;
+        self.ids.with_views(grads, |views, len_bytes| {
+            self.opening(py, len_bytes, |engine| engine.add_batch(views, weight)).map(|added| added.is_complete())
+        })
+    }
+
+    #[pyo3(signature = (weight, scale))]
+    fn begin_micro_batch(&self, weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let py = weight.py();
+        let weight = to_weight(weight, scale)?;
+        self.opening(py, 0, |engine| engine.begin_micro_batch(weight))
+    }
+
+    fn add_part(&self, grads: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = grads.py();
+        self.ids.with_views(grads, |views, len_bytes| {
+            self.run(py, len_bytes, |engine| engine.add_part_batch(views)).map_err(|error| errors::raise(py, error))
+        })
+    }
+
+    fn end_micro_batch(&self, py: Python<'_>) -> PyResult<bool> {
+        self.locked(py, |engine| engine.end_micro_batch().map(|added| added.is_complete()))
+    }
+
+    fn abandon_micro_batch(&self, py: Python<'_>) -> PyResult<()> {
+        self.locked(py, |engine| {
+            engine.abandon_micro_batch();
+            Ok(())
+        })
     }
 
     fn take(&self, py: Python<'_>) -> PyResult<Gradients> {
         let gradients = self.locked(py, GradientAccumulator::take)?;
-        Gradients::new(gradients, self.ids.bind(py))
+        Gradients::new(gradients, self.ids.list.bind(py))
     }
 
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
@@ -170,7 +221,7 @@ impl Accumulator {
 
     #[getter]
     fn ids(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        Ok(self.ids.bind(py).get_slice(0, usize::MAX).into_any().unbind())
+        Ok(self.ids.list.bind(py).get_slice(0, usize::MAX).into_any().unbind())
     }
 
     #[getter]
@@ -199,9 +250,23 @@ impl Accumulator {
         self.locked(py, |engine| Ok(engine.window()))
     }
 
+    /// The length of this window, as it is fixed or would be.
     #[getter]
     fn every(&self, py: Python<'_>) -> PyResult<Option<u64>> {
-        self.locked(py, |engine| Ok(engine.every()))
+        let (window, goal) = self.locked(py, |engine| Ok((engine.window(), engine.goal())))?;
+        match goal {
+            None => self.length(py, window),
+            Some(Goal::Count(length)) => Ok(Some(length.get())),
+            Some(_) => Ok(None),
+        }
+    }
+
+    #[getter]
+    fn until_weight(&self, py: Python<'_>) -> PyResult<Option<f64>> {
+        match self.locked(py, |engine| Ok(engine.goal()))? {
+            Some(Goal::Weight(weight)) => Ok(Some(weight)),
+            _ => Ok(None),
+        }
     }
 
     #[getter]
@@ -235,111 +300,60 @@ impl Accumulator {
         result.map_err(|error| errors::raise(py, error))
     }
 
-    fn weight(&self, py: Python<'_>, weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<Weight> {
-        let (weight, scale) = (weight.extract()?, scale.map(|scale| scale.extract()).transpose()?);
-        let weight = Weight::new(weight).and_then(|weight| scale.map_or(Ok(weight), |scale| weight.with_scale(scale)));
-        weight.map_err(|error| errors::raise(py, error))
-    }
-
-    fn add_weighted(&self, grads: &Bound<'_, PyAny>, weight: Weight, seen_before: &mut SeenBefore) -> PyResult<Added> {
-        let py = grads.py();
-        let (tensors, numbers) = self.numbered(grads, &mut seen_before.keys)?;
-        if let Some(vetted) = seen_before.vetted.as_mut()
-            && vetted.admit(&tensors, &numbers)
-        {
-            seen_before.misses = 0;
-            let len_bytes = vetted.len_bytes();
-            return self.add_views(py, vetted.views(), len_bytes, weight);
-        }
-        let mut batch = Batch::with_capacity(numbers.len());
-        for (tensor, number) in tensors.iter().zip(numbers.iter()) {
-            batch.push(number, &tensor, &self.ids.bind(py).get_item(number)?)?;
-        }
-        seen_before.misses = seen_before.misses.saturating_add(1);
-        if seen_before.misses.is_power_of_two() {
-            seen_before.vetted = Vetted::new(&tensors, &numbers, batch.views());
-        }
-        let len_bytes = len_bytes(batch.views());
-        self.add_views(py, batch.views(), len_bytes, weight)
-    }
-
-    fn add_views(
+    /// The same, with the GIL for as little as `len_bytes` of gradients are, if nobody has to be waited for.
+    fn run<R: Send>(
         &self,
         py: Python<'_>,
-        views: &mut [(usize, TensorView<'_>)],
         len_bytes: usize,
-        weight: Weight,
-    ) -> PyResult<Added> {
-        match self.engine.try_lock() {
-            Ok(mut engine) if len_bytes < KEEPS_THE_GIL => {
-                engine.add_batch(views, weight).map_err(|error| errors::raise(py, error))
-            }
-            attempt => {
-                drop(attempt);
-                self.locked(py, |engine| engine.add_batch(views, weight))
+        work: impl FnOnce(&mut GradientAccumulator) -> Result<R, Error> + Send,
+    ) -> Result<R, Error> {
+        if len_bytes < KEEPS_THE_GIL
+            && let Ok(mut engine) = self.engine.try_lock()
+        {
+            return work(&mut engine);
+        }
+        py.detach(|| work(&mut self.engine.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// Runs what may open a window. Where its length is to be told, asks for it, without a lock, and runs again.
+    fn opening<R: Send>(
+        &self,
+        py: Python<'_>,
+        len_bytes: usize,
+        mut work: impl FnMut(&mut GradientAccumulator) -> Result<R, Error> + Send,
+    ) -> PyResult<R> {
+        let mut told = None;
+        loop {
+            let result = self.run(py, len_bytes, |engine| {
+                if let Some((window, length)) = told {
+                    engine.set_next_length(window, length)?;
+                }
+                work(engine)
+            });
+            match result {
+                Err(Error::Window(WindowError::NoLength { window })) => {
+                    told = self.length(py, window)?.map(|length| (window, length));
+                }
+                result => return result.map_err(|error| errors::raise(py, error)),
             }
         }
     }
 
-    /// The tensors of a mapping or a sequence, without those that are None, and their numbers. `keys` are those of the
-    /// last mapping, in its order; where they are equal, nothing is hashed and looked up.
-    fn numbered<'py>(
-        &self,
-        grads: &Bound<'py, PyAny>,
-        keys: &mut Vec<(Py<PyAny>, usize)>,
-    ) -> PyResult<(Bound<'py, PyTuple>, Numbers)> {
-        let py = grads.py();
-        if grads.is_instance_of::<PyList>() || grads.is_instance_of::<PyTuple>() {
-            let tensors = grads.cast::<PySequence>()?.to_tuple()?;
-            let (expected, got) = (self.ids.bind(py).len(), tensors.len());
-            if expected != got {
-                return Err(errors::raise(py, Error::SequenceLength { expected, got }));
-            }
-            if !tensors.iter_borrowed().any(|tensor| tensor.is_none()) {
-                return Ok((tensors, Numbers::All(got)));
-            }
-            let (numbers, present): (Vec<_>, Vec<_>) =
-                tensors.iter().enumerate().filter(|(_, tensor)| !tensor.is_none()).unzip();
-            return Ok((PyTuple::new(py, present)?, Numbers::Some(numbers)));
-        }
-        let len = grads.len().unwrap_or(0);
-        let (mut tensors, mut numbers) = (Vec::with_capacity(len), Vec::with_capacity(len));
-        let mut push = |id: &Bound<'py, PyAny>, place: usize, tensor: Bound<'py, PyAny>| -> PyResult<()> {
-            let number = match keys.get(place) {
-                Some((key, number)) if key.is(id) || key.bind(py).eq(id)? => *number,
-                _ => {
-                    let number = self.numbers.bind(py).get_item(id)?;
-                    let unknown = || errors::raise(py, Error::UnknownParameter { parameter: errors::name(id) });
-                    let number = number.ok_or_else(unknown)?.extract()?;
-                    keys.truncate(place);
-                    keys.push((id.clone().unbind(), number));
-                    number
-                }
-            };
-            if !tensor.is_none() {
-                tensors.push(tensor);
-                numbers.push(number);
-            }
-            Ok(())
+    /// The length of a window by the function for it; None if there is no such function any more.
+    fn length(&self, py: Python<'_>, window: u64) -> PyResult<Option<u64>> {
+        let function = {
+            let function = self.length_of.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
+            function.as_ref().map(|function| function.clone_ref(py))
         };
-        if let Ok(mapping) = grads.cast_exact::<PyDict>() {
-            for (place, (id, tensor)) in mapping.iter().enumerate() {
-                push(&id, place, tensor)?;
-            }
-        } else if grads.cast::<PyMapping>().is_ok() {
-            for (place, item) in grads.call_method0(intern!(py, "items"))?.try_iter()?.enumerate() {
-                let (id, tensor) = item?.extract()?;
-                push(&id, place, tensor)?;
-            }
-        } else {
-            return Err(PyTypeError::new_err(format!(
-                "grads: expected a mapping from id to gradient, a list or tuple of gradients in layout order, or a \
-                 module, got {}",
-                errors::type_name(grads)
-            )));
-        }
-        Ok((PyTuple::new(py, tensors)?, Numbers::Some(numbers)))
+        function.map(|function| function.bind(py).call1((window,))?.extract()).transpose()
     }
+}
+
+fn to_weight(weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<Weight> {
+    let py = weight.py();
+    let (weight, scale) = (weight.extract()?, scale.map(|scale| scale.extract()).transpose()?);
+    let weight = Weight::new(weight).and_then(|weight| scale.map_or(Ok(weight), |scale| weight.with_scale(scale)));
+    weight.map_err(|error| errors::raise(py, error))
 }
 
 /// A parameter's shape and dtype, by the dtype's name.

@@ -3,12 +3,16 @@
 // Unsafe code lives in `capsule`, `numpy`, `source` and `vetting`; SAFETY.md says what it rests on.
 #[deny(unsafe_code)]
 mod accumulator;
+#[deny(unsafe_code)]
+mod batch;
 mod capsule;
 #[deny(unsafe_code)]
 mod errors;
 #[deny(unsafe_code)]
 mod gradients;
 mod numpy;
+#[deny(unsafe_code)]
+mod schedule;
 mod source;
 #[deny(unsafe_code)]
 mod sparse;
@@ -24,6 +28,8 @@ mod _core {
     use crate::accumulator::{Accumulator, Last};
     #[pymodule_export]
     use crate::gradients::{Gradient, Gradients, Memory};
+    #[pymodule_export]
+    use crate::schedule::Lengths;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

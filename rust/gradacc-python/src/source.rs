@@ -170,7 +170,10 @@ fn raise(reason: TensorError, id: &Bound<'_, PyAny>) -> PyErr {
 }
 
 fn failed(what: &str, cause: PyErr, id: &Bound<'_, PyAny>) -> PyErr {
-    errors::refuse(id.py(), &errors::name(id), &format!("{what} failed: {cause}"), Some(cause))
+    // Torch's exceptions carry a trace of C++ below the message.
+    let message = cause.to_string();
+    let reason = format!("{what} failed: {}", message.lines().next().unwrap_or_default());
+    errors::refuse(id.py(), &errors::name(id), &reason, Some(cause))
 }
 
 /// What DLPack does not tell of a torch tensor: a leaf that requires grad is a parameter, not its gradient; a result of

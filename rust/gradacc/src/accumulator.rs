@@ -1,36 +1,14 @@
 //! The accumulator: one window and the store its sums are kept in.
 
-use std::num::NonZeroU64;
-
-use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::builder::{Builder, OnMissing, OnNonFinite, Policy};
+use crate::error::{Error, Result, WindowError};
 use crate::gradients::HasGradients;
-use crate::kernels;
-use crate::param::{ParamId, ParamSpec};
+use crate::micro_batch::Parts;
+use crate::param::ParamSpec;
+use crate::schedule::{Goal, Schedule, at_least_1};
 use crate::store::{Closing, FlatStore, Store};
-use crate::window::{Reduction, Seen, Weight, Window};
-
-/// What becomes of a micro-batch whose gradients hold NaN or infinity.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnNonFinite {
-    /// It is added like any other; [`Last::finite`] tells.
-    #[default]
-    Propagate,
-    /// It is refused with [`Error::NonFinite`]. Costs one more read of the gradients.
-    Raise,
-    /// It is dropped and counted as rejected, and the window waits for one more. Costs one more read of the gradients.
-    Skip,
-}
-
-/// What becomes of a micro-batch that lacks gradients of some parameters.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnMissing {
-    /// They contribute nothing to the sums; the divisor stays the window's.
-    #[default]
-    Ignore,
-    /// It is refused with [`Error::MissingGradient`].
-    Error,
-}
+use crate::view::TensorView;
+use crate::window::{Counters, Seen, Weight, Window};
 
 /// What is known of the last micro-batch that was not refused.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,8 +23,8 @@ pub struct Last {
 /// What became of a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Added {
-    complete: bool,
-    skipped: bool,
+    pub(crate) complete: bool,
+    pub(crate) skipped: bool,
 }
 
 impl Added {
@@ -58,97 +36,6 @@ impl Added {
     /// Whether the micro-batch was dropped for being non-finite.
     pub fn is_skipped(self) -> bool {
         self.skipped
-    }
-}
-
-/// Settings of a new accumulator, and its first parameters.
-#[derive(Clone, Debug, Default)]
-#[must_use = "call build()"]
-pub struct Builder {
-    params: Vec<ParamSpec>,
-    every: Option<u64>,
-    dtype: Option<DType>,
-    policy: Policy,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Policy {
-    reduction: Reduction,
-    on_nonfinite: OnNonFinite,
-    on_missing: OnMissing,
-    micro_norms: bool,
-}
-
-impl Builder {
-    /// Registers a parameter, which messages call by its id.
-    pub fn param(self, id: ParamId, shape: &[usize], dtype: DType) -> Self {
-        self.spec(ParamSpec::new(id, shape, dtype))
-    }
-
-    /// Registers a parameter.
-    pub fn spec(mut self, spec: ParamSpec) -> Self {
-        self.params.push(spec);
-        self
-    }
-
-    /// A window is complete after so many micro-batches. Otherwise the caller decides.
-    pub fn every(mut self, micro_batches: u64) -> Self {
-        self.every = Some(micro_batches);
-        self
-    }
-
-    /// What `take` gives; the mean by default.
-    pub fn reduction(mut self, reduction: Reduction) -> Self {
-        self.policy.reduction = reduction;
-        self
-    }
-
-    /// What all sums are kept in. By default f64 for f64 parameters and f32 for the others.
-    pub fn dtype(mut self, dtype: DType) -> Self {
-        self.dtype = Some(dtype);
-        self
-    }
-
-    /// What becomes of non-finite micro-batches; they propagate by default.
-    pub fn on_nonfinite(mut self, policy: OnNonFinite) -> Self {
-        self.policy.on_nonfinite = policy;
-        self
-    }
-
-    /// What becomes of micro-batches that lack gradients; they are fine by default.
-    pub fn on_missing(mut self, policy: OnMissing) -> Self {
-        self.policy.on_missing = policy;
-        self
-    }
-
-    /// Whether [`Last::norm`] is found, in the pass that adds.
-    pub fn micro_norms(mut self, micro_norms: bool) -> Self {
-        self.policy.micro_norms = micro_norms;
-        self
-    }
-
-    /// The accumulator. Reserves nothing yet.
-    ///
-    /// # Errors
-    /// If an id is registered twice, a parameter can't be summed in the dtype asked for, `every` is 0, or an
-    /// environment variable of this crate is wrong.
-    pub fn build(self) -> Result<GradientAccumulator> {
-        let every = self.every.map(|every| {
-            NonZeroU64::new(every)
-                .ok_or_else(|| Error::argument("every", "expected a whole number of at least 1, got 0"))
-        });
-        kernels::simd_level()?;
-        kernels::num_threads()?;
-        let mut accumulator = GradientAccumulator {
-            window: Window::first(every.transpose()?),
-            store: FlatStore::new(self.dtype),
-            policy: self.policy,
-            last: None,
-        };
-        for spec in self.params {
-            accumulator.register(spec)?;
-        }
-        Ok(accumulator)
     }
 }
 
@@ -171,10 +58,12 @@ impl Builder {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct GradientAccumulator<S: Store = FlatStore> {
-    window: Window,
-    store: S,
-    policy: Policy,
-    last: Option<Last>,
+    pub(crate) window: Window,
+    pub(crate) store: S,
+    pub(crate) policy: Policy,
+    pub(crate) last: Option<Last>,
+    /// The micro-batch that is coming in parts, if one is.
+    pub(crate) parts: Option<Parts>,
 }
 
 impl GradientAccumulator {
@@ -189,6 +78,15 @@ impl GradientAccumulator {
     /// Unknown or repeated ids, shapes or dtypes that do not fit, a complete window, and what the policies refuse. Then
     /// nothing has been written and nothing counted.
     pub fn add<G: HasGradients + ?Sized>(&mut self, gradients: &G, weight: Weight) -> Result<Added> {
+        let mut batch = self.numbered(gradients)?;
+        self.add_batch(&mut batch, weight)
+    }
+
+    /// Gradients by their parameters' numbers in the layout.
+    pub(crate) fn numbered<'a, G: HasGradients + ?Sized>(
+        &self,
+        gradients: &'a G,
+    ) -> Result<Vec<(usize, TensorView<'a>)>> {
         let mut batch = Vec::new();
         let mut unknown = None;
         gradients.for_each_gradient(&mut |id, view| match self.store.layout().index_of(id) {
@@ -197,19 +95,25 @@ impl GradientAccumulator {
         })?;
         match unknown {
             Some(id) => Err(Error::UnknownParameter { parameter: id.to_string() }),
-            None => self.add_batch(&mut batch, weight),
+            None => Ok(batch),
         }
     }
 }
 
 impl<S: Store> GradientAccumulator<S> {
+    pub(crate) fn new(schedule: Schedule, store: S, policy: Policy) -> Self {
+        Self { window: Window::first(schedule), store, policy, last: None, parts: None }
+    }
+
     /// Adds one micro-batch whose gradients go by their parameters' numbers in the layout. They are sorted by them.
     ///
     /// # Errors
     /// As for [`add`](GradientAccumulator::add). Panics if there is no parameter of a number.
     pub fn add_batch(&mut self, batch: &mut [(usize, S::Tensor<'_>)], weight: Weight) -> Result<Added> {
-        self.window.admit(weight)?;
+        self.check_no_parts()?;
+        let goal = self.window.admit(weight)?;
         self.check(batch)?;
+        self.check_missing(batch)?;
         let (scale, policy) = (weight.scale(), self.policy);
         let last = if scale == 0.0 {
             Last { finite: true, norm: None }
@@ -221,11 +125,11 @@ impl<S: Store> GradientAccumulator<S> {
                 let report = self.store.examine(batch, policy.micro_norms)?;
                 match report.first_nonfinite {
                     Some(place) if policy.on_nonfinite == OnNonFinite::Raise => {
-                        return Err(Error::NonFinite { parameter: self.name(batch[place].0) });
+                        return Err(Error::NonFinite { parameter: self.name(batch[place].0), is_added: false });
                     }
                     Some(_) => {
                         self.last = Some(Last::new(report.first_nonfinite, report.sum_of_squares, policy));
-                        self.window.reject();
+                        self.window.reject(goal);
                         return Ok(Added { complete: false, skipped: true });
                     }
                     None => self.store.add(batch, scale, seen, false)?,
@@ -234,13 +138,14 @@ impl<S: Store> GradientAccumulator<S> {
             };
             Last::new(report.first_nonfinite, report.sum_of_squares, policy)
         };
-        self.window.count(weight, batch.iter().map(|&(param, _)| param));
+        self.window.mark(scale, batch.iter().map(|&(param, _)| param));
+        self.window.count(weight, goal);
         self.last = Some(last);
         Ok(Added { complete: self.window.is_complete(), skipped: false })
     }
 
     /// Sorts a batch, and refuses it for everything that can be told without reading its elements.
-    fn check(&self, batch: &mut [(usize, S::Tensor<'_>)]) -> Result<()> {
+    pub(crate) fn check(&self, batch: &mut [(usize, S::Tensor<'_>)]) -> Result<()> {
         let (mut is_ascending, mut least) = (true, 0);
         for (param, gradient) in &*batch {
             is_ascending &= least <= *param;
@@ -253,15 +158,25 @@ impl<S: Store> GradientAccumulator<S> {
                 return Err(Error::DuplicateParameter { parameter: self.name(twice[0].0) });
             }
         }
+        Ok(())
+    }
+
+    /// Refuses a sorted batch that lacks gradients, if all are asked for.
+    fn check_missing(&self, batch: &[(usize, S::Tensor<'_>)]) -> Result<()> {
         if self.policy.on_missing == OnMissing::Error && batch.len() < self.store.layout().len() {
-            let missing =
-                (0..).zip(&*batch).find(|(param, entry)| *param != entry.0).map_or(batch.len(), |(param, _)| param);
+            let missing = (0..).zip(batch).find(|(param, entry)| *param != entry.0);
+            let missing = missing.map_or(batch.len(), |(param, _)| param);
             return Err(Error::MissingGradient { parameter: self.name(missing) });
         }
         Ok(())
     }
 
-    fn name(&self, param: usize) -> String {
+    /// Refuses what has no place within a micro-batch that comes in parts.
+    pub(crate) fn check_no_parts(&self) -> Result<(), WindowError> {
+        if self.parts.is_some() { Err(WindowError::MicroBatchOpen) } else { Ok(()) }
+    }
+
+    pub(crate) fn name(&self, param: usize) -> String {
         self.store.layout().spec(param).name.clone()
     }
 
@@ -269,10 +184,12 @@ impl<S: Store> GradientAccumulator<S> {
     /// that was added for a parameter was masked.
     ///
     /// # Errors
-    /// [`Error::Window`] if the window is empty, or a mean is asked for and its weight is 0 though something was added.
-    /// The window is kept then.
+    /// [`Error::Window`] if the window is empty or broken, a micro-batch is coming in parts, or a mean is asked for and its
+    /// weight is 0 though something was added. The window is kept then.
     pub fn take(&mut self) -> Result<S::Taken> {
+        self.check_no_parts()?;
         let divisor = self.window.divisor(self.policy.reduction)?;
+        let Counters { count, weight, rejected, .. } = self.window.counters();
         let numbered = self.window.seen().iter().enumerate();
         let closing = Closing {
             seen: numbered
@@ -280,17 +197,19 @@ impl<S: Store> GradientAccumulator<S> {
                 .map(|(i, &seen)| (i, seen == Seen::Written))
                 .collect(),
             divisor,
-            count: self.window.len(),
-            weight: self.window.weight(),
-            rejected: self.window.rejected(),
+            count,
+            weight,
+            rejected,
         };
         let taken = self.store.take(closing)?;
         self.window.advance();
         Ok(taken)
     }
 
-    /// Forgets what the window holds. It stays the same window, and is empty.
+    /// Forgets what the window holds, and the parts of a micro-batch that has not ended. It stays the same window, and is
+    /// empty.
     pub fn reset(&mut self) {
+        self.parts = None;
         self.window.reset();
         self.store.reset();
     }
@@ -305,6 +224,21 @@ impl<S: Store> GradientAccumulator<S> {
         Ok(param)
     }
 
+    /// Completes windows otherwise from now on. One that is open keeps its length.
+    pub fn set_schedule(&mut self, schedule: Schedule) {
+        self.window.set_schedule(schedule);
+    }
+
+    /// Tells how many micro-batches the window of a number is to have, where the schedule is [`Schedule::Told`]. Good for
+    /// the next micro-batch only, if that opens this window.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the number is 0.
+    pub fn set_next_length(&mut self, window: u64, micro_batches: u64) -> Result<()> {
+        self.window.tell(window, at_least_1(micro_batches)?);
+        Ok(())
+    }
+
     /// The parameters and where their sums lie.
     pub fn store(&self) -> &S {
         &self.store
@@ -312,17 +246,17 @@ impl<S: Store> GradientAccumulator<S> {
 
     /// Micro-batches added to this window.
     pub fn count(&self) -> u64 {
-        self.window.len()
+        self.window.counters().count
     }
 
     /// The weight of this window so far.
     pub fn weight(&self) -> f64 {
-        self.window.weight()
+        self.window.counters().weight
     }
 
     /// Micro-batches of this window that were skipped for being non-finite.
     pub fn rejected(&self) -> u64 {
-        self.window.rejected()
+        self.window.counters().rejected
     }
 
     /// Whether the window has all its micro-batches.
@@ -335,9 +269,9 @@ impl<S: Store> GradientAccumulator<S> {
         self.window.index()
     }
 
-    /// How many micro-batches this window is to have; None if the caller decides.
-    pub fn every(&self) -> Option<u64> {
-        self.window.every().map(NonZeroU64::get)
+    /// What completes this window; None if that is still to be told. Fixed once it holds a micro-batch.
+    pub fn goal(&self) -> Option<Goal> {
+        self.window.goal()
     }
 
     /// What is known of the last micro-batch, of whichever window.
@@ -347,7 +281,7 @@ impl<S: Store> GradientAccumulator<S> {
 }
 
 impl Last {
-    fn new(first_nonfinite: Option<usize>, sum_of_squares: f64, policy: Policy) -> Self {
+    pub(crate) fn new(first_nonfinite: Option<usize>, sum_of_squares: f64, policy: Policy) -> Self {
         Self { finite: first_nonfinite.is_none(), norm: policy.micro_norms.then(|| sum_of_squares.sqrt()) }
     }
 }

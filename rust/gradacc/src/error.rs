@@ -49,10 +49,12 @@ pub enum Error {
     #[error(transparent)]
     Window(#[from] WindowError),
     /// A gradient holds NaN or infinity, and such micro-batches are refused.
-    #[error("parameter {parameter}: its gradient holds NaN or infinity; nothing of this micro-batch was added")]
+    #[error("parameter {parameter}: its gradient holds NaN or infinity; {}", outcome(.is_added))]
     NonFinite {
-        /// The first parameter, in layout order, whose gradient does.
+        /// The first parameter whose gradient does.
         parameter: String,
+        /// Whether the micro-batch came in parts and is in the sums, so that the window is broken.
+        is_added: bool,
     },
     /// An argument is out of its range.
     #[error("{name}: {reason}")]
@@ -141,12 +143,38 @@ pub enum WindowError {
         /// How many were skipped for being non-finite.
         rejected: u64,
     },
+    /// Any call but `reset` on a window that holds part of a micro-batch that failed.
+    #[error(
+        "the window is broken: a micro-batch failed after part of it had been added; call reset() and start it again"
+    )]
+    Broken,
+    /// A call that has no place within a micro-batch that comes in parts.
+    #[error("a micro-batch is open: until it ends, there can be nothing but its parts (add_part), or reset()")]
+    MicroBatchOpen,
+    /// A part of no micro-batch.
+    #[error("no micro-batch is open: parts are added within one, see micro_batch()")]
+    NoMicroBatch,
+    /// The first micro-batch of a window whose length was to be told before.
+    #[error("nobody has told how many micro-batches window {window} is to have")]
+    NoLength {
+        /// The window's number.
+        window: u64,
+    },
     /// A mean over weight zero.
     #[error(
         "the window's weight is 0 but gradients were added with a scale: their mean is undefined; \
          add a micro-batch with a weight, or use reduction \"sum\""
     )]
     NoWeight,
+}
+
+/// What became of a micro-batch that was refused.
+fn outcome(is_added: &bool) -> &'static str {
+    if *is_added {
+        "its micro-batch is in the sums, part by part, so the window is broken: call reset()"
+    } else {
+        "nothing of this micro-batch was added"
+    }
 }
 
 /// Prints a shape as Python prints a tuple.

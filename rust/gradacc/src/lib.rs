@@ -11,6 +11,8 @@
 #[forbid(unsafe_code)]
 mod accumulator;
 mod buffer;
+#[forbid(unsafe_code)]
+mod builder;
 pub mod dlpack;
 #[forbid(unsafe_code)]
 mod dtype;
@@ -20,20 +22,27 @@ mod error;
 mod gradients;
 mod kernels;
 #[forbid(unsafe_code)]
+mod micro_batch;
+#[forbid(unsafe_code)]
 mod param;
+#[forbid(unsafe_code)]
+mod schedule;
 #[forbid(unsafe_code)]
 mod store;
 mod view;
 #[forbid(unsafe_code)]
 mod window;
 
-pub use accumulator::{Added, Builder, GradientAccumulator, Last, OnMissing, OnNonFinite};
+pub use accumulator::{Added, GradientAccumulator, Last};
+pub use builder::{Builder, OnMissing, OnNonFinite};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result, TensorError, WindowError};
 pub use gradients::{Gradient, Gradients, HasGradients};
 pub use half::{bf16, f16};
 pub use kernels::{SimdLevel, num_threads, set_num_threads, simd_level};
+pub use micro_batch::MicroBatch;
 pub use param::{BufferSpec, Layout, ParamId, ParamSpec, SLOT_ALIGNMENT, Shape, Slot};
+pub use schedule::{Goal, Lengths, Schedule};
 pub use store::{Closing, FlatStore, Report, Store};
 pub use view::TensorView;
-pub use window::{Reduction, Seen, Weight};
+pub use window::{Counters, Reduction, Seen, Weight};

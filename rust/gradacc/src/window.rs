@@ -3,6 +3,7 @@
 use std::num::NonZeroU64;
 
 use crate::error::{Error, Result, WindowError};
+use crate::schedule::{Goal, Schedule};
 
 /// What a micro-batch counts for, and what its gradients are multiplied with.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -73,23 +74,48 @@ pub enum Seen {
     Written,
 }
 
-/// The counters of a window, and the ids it has seen.
+/// What is counted in a window.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Counters {
+    /// What completes it; None before its first micro-batch.
+    pub goal: Option<Goal>,
+    /// Micro-batches added.
+    pub count: u64,
+    /// Their weight.
+    pub weight: f64,
+    /// Micro-batches skipped for being non-finite.
+    pub rejected: u64,
+    /// Whether any micro-batch had a scale other than 0.
+    pub has_sums: bool,
+}
+
+/// A window and its place in the schedule.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Window {
-    every: Option<NonZeroU64>,
+    schedule: Schedule,
+    /// A length for the window of a number, good for its next micro-batch only.
+    told: Option<(u64, NonZeroU64)>,
     index: u64,
-    count: u64,
-    weight: f64,
-    rejected: u64,
-    /// Whether any micro-batch had a scale other than 0.
-    has_sums: bool,
+    counters: Counters,
     seen: Vec<Seen>,
+    /// Whether part of a micro-batch that failed is in the sums.
+    is_broken: bool,
 }
 
 impl Window {
-    /// The first window of an accumulator whose windows are `every` micro-batches long, or as long as the caller likes.
-    pub(crate) fn first(every: Option<NonZeroU64>) -> Self {
-        Self { every, ..Self::default() }
+    /// The first window of an accumulator.
+    pub(crate) fn first(schedule: Schedule) -> Self {
+        Self { schedule, ..Self::default() }
+    }
+
+    /// Another schedule, for windows that are not open yet.
+    pub(crate) fn set_schedule(&mut self, schedule: Schedule) {
+        self.schedule = schedule;
+    }
+
+    /// A length for the window of a number, if a micro-batch that follows opens it.
+    pub(crate) fn tell(&mut self, window: u64, length: NonZeroU64) {
+        self.told = Some((window, length));
     }
 
     /// Makes room for a parameter.
@@ -97,45 +123,70 @@ impl Window {
         self.seen.push(Seen::Never);
     }
 
-    /// Whether another micro-batch of this weight may be added.
-    pub(crate) fn admit(&self, weight: Weight) -> Result<()> {
-        if self.is_complete() {
-            return Err(WindowError::Complete { count: self.count }.into());
-        }
-        if (self.weight + weight.weight).is_finite() {
-            Ok(())
-        } else {
-            Err(Error::argument("weight", "the weight of the window would exceed the largest number"))
-        }
+    /// What completes this window, fixed or not; None if that is still to be told.
+    pub(crate) fn goal(&self) -> Option<Goal> {
+        self.counters.goal.or_else(|| self.schedule.goal(self.index))
     }
 
-    /// Counts a micro-batch that has been added and had these parameters.
-    pub(crate) fn count(&mut self, weight: Weight, params: impl Iterator<Item = usize>) {
-        self.count += 1;
-        self.weight += weight.weight;
-        self.has_sums |= weight.scale != 0.0;
+    /// Whether another micro-batch of this weight may be added; and what completes the window it belongs to.
+    pub(crate) fn admit(&mut self, weight: Weight) -> Result<Goal> {
+        let told = self.told.take().filter(|&(window, _)| window == self.index);
+        self.check_whole()?;
+        if self.is_complete() {
+            return Err(WindowError::Complete { count: self.counters.count }.into());
+        }
+        if !(self.counters.weight + weight.weight).is_finite() {
+            return Err(Error::argument("weight", "the weight of the window would exceed the largest number"));
+        }
+        let goal = self.goal().or(told.map(|(_, length)| Goal::Count(length)));
+        Ok(goal.ok_or(WindowError::NoLength { window: self.index })?)
+    }
+
+    /// Counts a micro-batch that was admitted for a goal, and whose parameters have been marked.
+    pub(crate) fn count(&mut self, weight: Weight, goal: Goal) {
+        self.counters.goal = Some(goal);
+        self.counters.count += 1;
+        self.counters.weight += weight.weight;
+        self.counters.has_sums |= weight.scale != 0.0;
+    }
+
+    /// Marks parameters as seen by a micro-batch of some scale.
+    pub(crate) fn mark(&mut self, scale: f64, params: impl Iterator<Item = usize>) {
         for param in params {
             let seen = &mut self.seen[param];
-            *seen = match (*seen, weight.scale != 0.0) {
+            *seen = match (*seen, scale != 0.0) {
                 (_, true) | (Seen::Written, false) => Seen::Written,
                 (_, false) => Seen::Masked,
             };
         }
     }
 
-    /// Counts a micro-batch that was skipped.
-    pub(crate) fn reject(&mut self) {
-        self.rejected += 1;
+    /// Counts a micro-batch that was admitted for a goal, and skipped.
+    pub(crate) fn reject(&mut self, goal: Goal) {
+        self.counters.goal = Some(goal);
+        self.counters.rejected += 1;
+    }
+
+    /// Notes that part of a micro-batch that failed is in the sums.
+    pub(crate) fn break_off(&mut self) {
+        self.is_broken = true;
+    }
+
+    /// Refuses a window that is broken.
+    pub(crate) fn check_whole(&self) -> Result<(), WindowError> {
+        if self.is_broken { Err(WindowError::Broken) } else { Ok(()) }
     }
 
     /// What the sums are to be divided by, if the window may be closed.
     pub(crate) fn divisor(&self, reduction: Reduction) -> Result<f64, WindowError> {
+        self.check_whole()?;
+        let Counters { count, weight, rejected, has_sums, .. } = self.counters;
         match reduction {
-            _ if self.count == 0 => Err(WindowError::Empty { rejected: self.rejected }),
+            _ if count == 0 => Err(WindowError::Empty { rejected }),
             Reduction::Sum => Ok(1.0),
-            Reduction::Mean if self.weight > 0.0 => Ok(self.weight),
+            Reduction::Mean if weight > 0.0 => Ok(weight),
             // All was masked: zeros, whatever they are divided by.
-            Reduction::Mean if !self.has_sums => Ok(1.0),
+            Reduction::Mean if !has_sums => Ok(1.0),
             Reduction::Mean => Err(WindowError::NoWeight),
         }
     }
@@ -148,17 +199,20 @@ impl Window {
 
     /// Forgets what this window holds.
     pub(crate) fn reset(&mut self) {
-        let seen = std::mem::take(&mut self.seen);
-        *self = Self { every: self.every, index: self.index, seen, ..Self::default() };
+        self.counters = Counters::default();
+        self.is_broken = false;
         self.seen.fill(Seen::Never);
     }
 
-    pub(crate) fn is_complete(&self) -> bool {
-        self.every.is_some_and(|every| self.count >= every.get())
+    /// Becomes another window. There is one entry of `seen` for each parameter.
+    pub(crate) fn restore(&mut self, index: u64, counters: Counters, seen: Vec<Seen>) {
+        debug_assert_eq!(seen.len(), self.seen.len());
+        (self.index, self.counters, self.seen, self.is_broken) = (index, counters, seen, false);
     }
 
-    pub(crate) fn every(&self) -> Option<NonZeroU64> {
-        self.every
+    pub(crate) fn is_complete(&self) -> bool {
+        let Counters { goal, count, weight, .. } = self.counters;
+        goal.is_some_and(|goal| goal.is_reached(count, weight))
     }
 
     /// How many windows were closed before this one.
@@ -166,17 +220,8 @@ impl Window {
         self.index
     }
 
-    /// Micro-batches added so far.
-    pub(crate) fn len(&self) -> u64 {
-        self.count
-    }
-
-    pub(crate) fn weight(&self) -> f64 {
-        self.weight
-    }
-
-    pub(crate) fn rejected(&self) -> u64 {
-        self.rejected
+    pub(crate) fn counters(&self) -> Counters {
+        self.counters
     }
 
     /// By number of the parameter.
@@ -193,48 +238,101 @@ mod tests {
         Weight::new(weight).unwrap().with_scale(scale).unwrap()
     }
 
-    fn window(every: u64) -> Window {
-        let mut window = Window::first(NonZeroU64::new(every));
+    fn window(schedule: Schedule) -> Window {
+        let mut window = Window::first(schedule);
         window.register();
         window.register();
         window
     }
 
+    fn add(window: &mut Window, weight: Weight, params: &[usize]) {
+        let goal = window.admit(weight).unwrap();
+        window.mark(weight.scale(), params.iter().copied());
+        window.count(weight, goal);
+    }
+
     #[test]
     fn a_complete_window_admits_nothing() {
-        let mut window = window(2);
+        let mut window = window(Schedule::every(2).unwrap());
         for complete in [false, true] {
-            window.admit(Weight::ONE).unwrap();
-            window.count(Weight::ONE, [0].into_iter());
+            add(&mut window, Weight::ONE, &[0]);
             assert_eq!(window.is_complete(), complete);
         }
         assert_eq!(window.admit(Weight::ONE), Err(WindowError::Complete { count: 2 }.into()));
         window.advance();
         assert!(window.admit(Weight::ONE).is_ok());
-        assert_eq!((window.index(), window.len(), window.weight()), (1, 0, 0.0));
+        assert_eq!((window.index(), window.counters()), (1, Counters::default()));
+    }
+
+    #[test]
+    fn the_goal_is_fixed_by_the_first_micro_batch() {
+        let count = |n| Goal::Count(NonZeroU64::new(n).unwrap());
+        let mut window = window(Schedule::every(4).unwrap());
+        window.reject(count(4));
+        window.set_schedule(Schedule::every(2).unwrap());
+        assert_eq!(window.goal(), Some(count(4)));
+        window.reset();
+        assert_eq!(window.goal(), Some(count(2)));
+    }
+
+    #[test]
+    fn a_length_that_is_told_is_good_for_one_micro_batch() {
+        let (untold, two) = (WindowError::NoLength { window: 0 }, NonZeroU64::new(2).unwrap());
+        let mut window = window(Schedule::Told);
+        assert_eq!(window.admit(Weight::ONE), Err(untold.into()));
+        window.tell(1, two);
+        assert_eq!(window.admit(Weight::ONE), Err(untold.into()));
+        window.tell(0, two);
+        assert_eq!(window.admit(Weight::ONE), Ok(Goal::Count(two)));
+        // That one was refused for some other reason.
+        assert_eq!(window.admit(Weight::ONE), Err(untold.into()));
+        window.tell(0, two);
+        add(&mut window, Weight::ONE, &[]);
+        add(&mut window, Weight::ONE, &[]);
+        assert!(window.is_complete());
+    }
+
+    #[test]
+    fn a_weight_completes_a_window() {
+        let mut window = window(Schedule::until_weight(10.0).unwrap());
+        for (by, complete) in [(4.0, false), (5.5, false), (0.0, false), (0.5, true)] {
+            add(&mut window, Weight::new(by).unwrap(), &[]);
+            assert_eq!(window.is_complete(), complete);
+        }
     }
 
     #[test]
     fn the_divisor_is_the_weight_of_what_was_counted() {
-        let mut window = window(0);
-        window.reject();
+        let mut window = window(Schedule::Open);
+        window.reject(Goal::Open);
         assert_eq!(window.divisor(Reduction::Mean), Err(WindowError::Empty { rejected: 1 }));
-        window.count(weight(0.0, 0.0), [1].into_iter());
+        add(&mut window, weight(0.0, 0.0), &[1]);
         assert_eq!(window.divisor(Reduction::Mean), Ok(1.0));
-        window.count(weight(0.0, 2.0), [0].into_iter());
+        add(&mut window, weight(0.0, 2.0), &[0]);
         assert_eq!(window.divisor(Reduction::Mean), Err(WindowError::NoWeight));
         assert_eq!(window.divisor(Reduction::Sum), Ok(1.0));
-        window.count(weight(2.5, 2.5), std::iter::empty());
+        add(&mut window, weight(2.5, 2.5), &[]);
         assert_eq!(window.divisor(Reduction::Mean), Ok(2.5));
     }
 
     #[test]
+    fn a_broken_window_is_good_for_nothing_but_a_reset() {
+        let mut window = window(Schedule::Open);
+        add(&mut window, Weight::ONE, &[]);
+        window.break_off();
+        assert_eq!(window.divisor(Reduction::Sum), Err(WindowError::Broken));
+        assert_eq!(window.admit(Weight::ONE), Err(WindowError::Broken.into()));
+        window.reset();
+        assert!(window.admit(Weight::ONE).is_ok());
+    }
+
+    #[test]
     fn a_parameter_once_written_stays_written() {
-        let mut window = window(0);
-        window.count(weight(1.0, 0.0), [0, 1].into_iter());
+        let mut window = window(Schedule::Open);
+        add(&mut window, weight(1.0, 0.0), &[0, 1]);
         assert_eq!(window.seen(), [Seen::Masked, Seen::Masked]);
-        window.count(Weight::ONE, [1].into_iter());
-        window.count(weight(1.0, 0.0), [1].into_iter());
+        add(&mut window, Weight::ONE, &[1]);
+        add(&mut window, weight(1.0, 0.0), &[1]);
         assert_eq!(window.seen(), [Seen::Masked, Seen::Written]);
         window.reset();
         assert_eq!(window.seen(), [Seen::Never, Seen::Never]);
@@ -246,8 +344,8 @@ mod tests {
             assert!(matches!(Weight::new(wrong), Err(Error::Argument { name: "weight", .. })));
         }
         assert!(matches!(Weight::ONE.with_scale(f64::NAN), Err(Error::Argument { name: "scale", .. })));
-        let mut window = window(0);
-        window.count(Weight::new(f64::MAX).unwrap(), std::iter::empty());
+        let mut window = window(Schedule::Open);
+        add(&mut window, Weight::new(f64::MAX).unwrap(), &[]);
         assert!(window.admit(Weight::new(f64::MAX).unwrap()).is_err());
     }
 }

@@ -92,7 +92,7 @@ fn a_refused_micro_batch_changes_nothing() {
     let refusals: [(&[(ParamId, TensorView<'_>)], Error); 5] = [
         (&[(A, view(&good)), (B, view(&bad[..2]))], shape_error("3", &[3], &[2])),
         (&[(A, view(&good)), (ParamId(4), view(&bad))], Error::UnknownParameter { parameter: "4".into() }),
-        (&[(A, view(&good)), (B, view(&bad))], Error::NonFinite { parameter: "3".into() }),
+        (&[(A, view(&good)), (B, view(&bad))], Error::NonFinite { parameter: "3".into(), is_added: false }),
         (&[(A, view(&good)), (A, view(&good))], Error::DuplicateParameter { parameter: "10".into() }),
         (&[(A, TensorView::from_slice(&good, &[1, 2]).unwrap())], shape_error("10", &[2], &[1, 2])),
     ];

@@ -100,6 +100,18 @@ impl Buffer {
         view.expect("a buffer lies within the address space")
     }
 
+    /// The bytes of a slot. Panics if it leaves the buffer.
+    pub(crate) fn bytes_of(&self, slot: Slot) -> &[u8] {
+        let size = self.dtype.len_bytes();
+        &self.bytes()[slot.offset * size..][..slot.len * size]
+    }
+
+    /// As [`bytes_of`](Self::bytes_of), to be written.
+    pub(crate) fn bytes_of_mut(&mut self, slot: Slot) -> &mut [u8] {
+        let size = self.dtype.len_bytes();
+        &mut self.bytes_mut()[slot.offset * size..][..slot.len * size]
+    }
+
     pub(crate) fn fill_zero(&mut self, range: Range<usize>) {
         let size = self.dtype.len_bytes();
         self.bytes_mut()[range.start * size..range.end * size].fill(0);
@@ -230,6 +242,14 @@ impl Lease {
         // SAFETY: both ranges lie within their mappings, by the assertion and the invariants, and the new one is nobody
         // else's. Not guaranteed: that whoever was handed the elements does not write meanwhile.
         unsafe { copy.as_mut_ptr().copy_from_nonoverlapping(self.as_ptr().add(offset * size), len * size) };
+        Ok(copy)
+    }
+
+    /// A buffer of these bytes, which belongs to no pool. Panics if they are no whole number of elements.
+    pub(crate) fn of_bytes(bytes: &[u8], dtype: DType) -> Result<Self> {
+        let len = bytes.len() / dtype.len_bytes();
+        let mut copy = Self::unpooled(BufferSpec { dtype, len })?;
+        copy.bytes_mut().copy_from_slice(bytes);
         Ok(copy)
     }
 

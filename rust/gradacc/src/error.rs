@@ -1,6 +1,7 @@
 //! What can go wrong, with the parameter, what was expected and what came.
 
-use std::fmt;
+use std::path::PathBuf;
+use std::{fmt, io};
 
 use crate::dtype::DType;
 
@@ -62,6 +63,24 @@ pub enum Error {
         /// The argument's name.
         name: &'static str,
         /// What was expected and what came.
+        reason: String,
+    },
+    /// A state can't be loaded.
+    #[error("the state can't be loaded: {reason}")]
+    State {
+        /// What differs.
+        reason: String,
+    },
+    /// A file can't be written or read.
+    #[error("{}: {reason}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The kind of failure.
+        kind: io::ErrorKind,
+        /// The number that the operating system gave it.
+        code: Option<i32>,
+        /// What the system said.
         reason: String,
     },
     /// The operating system gave no memory for a buffer.
@@ -178,7 +197,7 @@ fn outcome(is_added: &bool) -> &'static str {
 }
 
 /// Prints a shape as Python prints a tuple.
-struct Shape<'a>(&'a [usize]);
+pub(crate) struct Shape<'a>(pub(crate) &'a [usize]);
 
 impl fmt::Display for Shape<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

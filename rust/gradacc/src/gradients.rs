@@ -8,7 +8,7 @@ use crate::buffer::Lease;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Factor};
-use crate::param::{Layout, ParamId, Shape, Slot};
+use crate::param::{Layout, ParamId, Shape, Slot, element_count};
 use crate::store::Closing;
 use crate::view::TensorView;
 
@@ -333,6 +333,20 @@ pub struct Gradient {
 }
 
 impl Gradient {
+    /// A gradient of bytes in row-major order, in the byte order of this machine, which are copied.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the shape has another number of bytes; or if there is no memory.
+    pub fn copy_of(bytes: &[u8], dtype: DType, shape: &[usize]) -> Result<Self> {
+        let len_bytes = element_count(shape).and_then(|count| count.checked_mul(dtype.len_bytes()));
+        if len_bytes != Some(bytes.len()) {
+            return Err(Error::argument("bytes", format!("{} bytes have not the shape {shape:?}", bytes.len())));
+        }
+        let buffer = Arc::new(Lease::of_bytes(bytes, dtype.component())?);
+        let slot = Slot { buffer: 0, offset: 0, len: buffer.len() };
+        Ok(Self { buffer, slot, shape: shape.into(), dtype })
+    }
+
     /// Its dtype: that of the sums.
     pub fn dtype(&self) -> DType {
         self.dtype

@@ -28,6 +28,8 @@ mod param;
 #[forbid(unsafe_code)]
 mod schedule;
 #[forbid(unsafe_code)]
+mod state;
+#[forbid(unsafe_code)]
 mod store;
 mod view;
 #[forbid(unsafe_code)]
@@ -43,6 +45,7 @@ pub use kernels::{SimdLevel, num_threads, set_num_threads, simd_level};
 pub use micro_batch::MicroBatch;
 pub use param::{BufferSpec, Layout, ParamId, ParamSpec, SLOT_ALIGNMENT, Shape, Slot};
 pub use schedule::{Goal, Lengths, Schedule};
+pub use state::{ParamState, State};
 pub use store::{Closing, FlatStore, Report, Store};
 pub use view::TensorView;
 pub use window::{Counters, Reduction, Seen, Weight};

@@ -48,6 +48,7 @@ impl FlatStore {
 impl Store for FlatStore {
     type Tensor<'a> = TensorView<'a>;
     type Taken = Gradients;
+    type Sums<'a> = &'a [u8];
 
     fn layout(&self) -> &Layout {
         &self.layout
@@ -134,6 +135,28 @@ impl Store for FlatStore {
             buffers[slot.buffer].touch(param);
         }
         Ok(Gradients::new(Arc::clone(&self.layout), closing, buffers))
+    }
+
+    fn sums(&self, param: usize) -> Result<&[u8]> {
+        let slot = self.layout.slot(param);
+        let buffer = self.buffers[slot.buffer].as_ref().expect("sums that have been written lie in a buffer");
+        Ok(buffer.bytes_of(slot))
+    }
+
+    fn load_sums(&mut self, sums: &[(usize, &[u8])]) -> Result<()> {
+        let mut buffers: Vec<Option<Lease>> = Vec::new();
+        buffers.resize_with(self.buffers.len(), || None);
+        for &(param, bytes) in sums {
+            let slot = self.layout.slot(param);
+            let buffer = match &mut buffers[slot.buffer] {
+                Some(buffer) => buffer,
+                place => place.insert(self.pool.lease(slot.buffer)?),
+            };
+            buffer.touch(param);
+            buffer.bytes_of_mut(slot).copy_from_slice(bytes);
+        }
+        self.buffers = buffers;
+        Ok(())
     }
 
     fn reset(&mut self) {

@@ -45,6 +45,10 @@ pub trait Store {
     type Tensor<'a>;
     /// What a closed window's sums are handed over as.
     type Taken;
+    /// What the bytes of a parameter's sums are given as.
+    type Sums<'a>: AsRef<[u8]>
+    where
+        Self: 'a;
 
     /// The parameters and where they lie.
     fn layout(&self) -> &Layout;
@@ -79,6 +83,18 @@ pub trait Store {
     /// # Errors
     /// If there is no memory; the sums are kept then.
     fn take(&mut self, closing: Closing) -> Result<Self::Taken>;
+
+    /// The bytes of a parameter's sums, which have been written in this window, in row-major order.
+    ///
+    /// # Errors
+    /// If they can't be had.
+    fn sums(&self, param: usize) -> Result<Self::Sums<'_>>;
+
+    /// Forgets the sums, and has those of some parameters instead. There are as many bytes as the sums have.
+    ///
+    /// # Errors
+    /// If there is no memory; the sums are kept then.
+    fn load_sums(&mut self, sums: &[(usize, &[u8])]) -> Result<()>;
 
     /// Forgets the sums.
     fn reset(&mut self);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias, cast
 
@@ -196,6 +197,66 @@ class GradientAccumulator:
             ArgumentError: It is out of its range, or both are given.
         """
         self._core.set_schedule(every=every_(every), until_weight=until_weight_(until_weight))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this window holds: a snapshot of NumPy arrays and plain values, which can be pickled.
+
+        Copies the sums. bfloat16 sums are uint16 arrays of the same bits. Entry "params" is a dict by id; "every" and
+        "until_weight" are what the window was opened with, None before its first micro-batch.
+
+        Raises:
+            WindowError: The window is broken, or a micro-batch is open.
+        """
+        return self._core.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what this window holds, whatever that is, with what `state_dict` has returned. Copies it.
+
+        Goes on bit for bit as the accumulator the state is from: with its window, counts, weights, sums and ids seen. A
+        window that holds a micro-batch keeps the length it was opened with; the schedule for later ones is this
+        accumulator's.
+
+        Raises:
+            StateError: The ids, or a shape, or a dtype of sums is another; or this is no such state, or one of a later
+                version. Nothing has changed then.
+        """
+        self._core.load_state(state)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what this window holds to a safetensors file, which replaces another of that name.
+
+        Written beside it, synced to the disk, then renamed: a process that dies meanwhile leaves the old file whole. An
+        int id 7 is called `#7` there, and a str that starts with `#` has one more.
+
+        Raises:
+            WindowError: The window is broken, or a micro-batch is open.
+            OSError: It can't be written.
+
+        Example:
+            >>> import gradacc, numpy as np, os, tempfile
+            >>> first, second = (gradacc.GradientAccumulator({"w": ((2,), "float32")}, every=2) for _ in range(2))
+            >>> first.add({"w": np.array([1, 3], "float32")})
+            False
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     first.save(os.path.join(folder, "window.safetensors"))
+            ...     second.load(os.path.join(folder, "window.safetensors"))
+            >>> second.add({"w": np.array([3, 3], "float32")})
+            True
+            >>> second.take().numpy()["w"]
+            array([2., 3.], dtype=float32)
+        """
+        self._core.save(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace what this window holds with what `save` has written, as `load_state_dict` does.
+
+        Reads the whole file into memory first.
+
+        Raises:
+            StateError: As for `load_state_dict`; also a file that was cut short, or is no such file.
+            OSError: It can't be read.
+        """
+        self._core.load(path)
 
     def register(self, id: Id, like: Any) -> None:
         """Register one more parameter, also within a window. Nothing moves.

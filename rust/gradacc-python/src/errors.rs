@@ -2,12 +2,12 @@
 
 use gradacc::{Error, TensorError};
 use pyo3::exceptions::{
-    PyArithmeticError, PyException, PyKeyError, PyMemoryError, PyRuntimeError, PyTypeError, PyValueError,
+    PyArithmeticError, PyException, PyKeyError, PyMemoryError, PyOSError, PyRuntimeError, PyTypeError, PyValueError,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple, PyType};
+use pyo3::types::{PyDict, PyString, PyTuple, PyType};
 
 struct Classes {
     base: Py<PyType>,
@@ -104,6 +104,13 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
         Error::Window(_) => &classes.window,
         Error::NonFinite { .. } => &classes.nonfinite,
         Error::Argument { .. } => &classes.argument,
+        Error::State { .. } => &classes.state,
+        Error::File { path, code, reason, .. } => {
+            let Some(code) = code else { return PyOSError::new_err(error.to_string()) };
+            // Python makes the class that goes with the number; it adds the path, and the number, to the message.
+            let reason = reason.split(" (os error").next().unwrap_or(reason).to_owned();
+            return PyOSError::new_err((*code, reason, path.clone()));
+        }
         Error::Memory { .. } => return PyMemoryError::new_err(error.to_string()),
         _ => &classes.base,
     };
@@ -121,9 +128,11 @@ pub(crate) fn refuse(py: Python<'_>, parameter: &str, reason: &str, cause: Optio
     error
 }
 
-/// What messages call an id.
+/// What messages and states call an id: a string by itself, an int 7 `#7`, and a string that starts so `##...`. No two
+/// ids have one name.
 pub(crate) fn name(id: &Bound<'_, PyAny>) -> String {
-    id.str().map_or_else(|_| "?".into(), |name| name.to_string_lossy().into_owned())
+    let text = id.str().map_or_else(|_| "?".into(), |name| name.to_string_lossy().into_owned());
+    if !id.is_instance_of::<PyString>() || text.starts_with('#') { format!("#{text}") } else { text }
 }
 
 /// The name of an object's type, for messages.

@@ -220,10 +220,19 @@ impl Gradient {
 pub(crate) struct Memory(gradacc::Gradient);
 
 impl Memory {
+    pub(crate) fn new(gradient: gradacc::Gradient) -> Self {
+        Self(gradient)
+    }
+
+    /// An array that aliases it, of a dtype that NumPy knows by itself: uint16 for bfloat16.
+    pub(crate) fn plain_array(self, py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+        py.import(intern!(py, "numpy"))?.call_method1(intern!(py, "asarray"), (self,))
+    }
+
     /// An array that aliases it.
     fn array(self, py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
         let dtype = self.0.dtype();
-        let array = py.import(intern!(py, "numpy"))?.call_method1(intern!(py, "asarray"), (self,))?;
+        let array = self.plain_array(py)?;
         if dtype != DType::BF16 {
             return Ok(array);
         }

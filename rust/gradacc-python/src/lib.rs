@@ -16,6 +16,8 @@ mod schedule;
 mod source;
 #[deny(unsafe_code)]
 mod sparse;
+#[deny(unsafe_code)]
+mod state;
 mod vetting;
 
 use pyo3::prelude::*;

@@ -36,8 +36,8 @@ class GradientAccumulator:
         every: How many micro-batches complete a window: a number, a mapping `{window: number}` that holds from a window
             on (before the first of them, 1), or a function from the number of a window, counted from 0, such as an
             `EpochSchedule`. It is fixed when the first micro-batch of a window comes. None: the caller decides.
-        until_weight: The weight that completes a window, instead of a number of micro-batches: a budget of tokens, which
-            the last micro-batch may exceed.
+        until_weight: The weight that completes a window, instead of a number of micro-batches: a budget of tokens,
+            which the last micro-batch may exceed.
         reduction: "mean" divides by the weight of the window, "sum" does not.
         dtype: What sums are kept in, if not the default above: "float32" or "float64" take every dtype, "float16" and
             "bfloat16" their own only.
@@ -177,8 +177,8 @@ class GradientAccumulator:
         Costs the same whatever the size: the buffers move to the result, and the next window writes into others.
 
         Raises:
-            WindowError: The window is empty or broken, a micro-batch is open, or its weight is 0 though something was added and a mean is asked for. It
-                is kept then.
+            WindowError: The window is empty or broken, a micro-batch is open, or the window's weight is 0 though something
+                was added and a mean is asked for. It is kept then.
         """
         return Gradients(self._core.take())
 

@@ -109,7 +109,7 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
             let Some(code) = code else { return PyOSError::new_err(error.to_string()) };
             // Python makes the class that goes with the number; it adds the path, and the number, to the message.
             let reason = reason.split(" (os error").next().unwrap_or(reason).to_owned();
-            return PyOSError::new_err((*code, reason, path.clone()));
+            return PyOSError::new_err((*code, reason, path.clone().into_os_string()));
         }
         Error::Memory { .. } => return PyMemoryError::new_err(error.to_string()),
         _ => &classes.base,

@@ -12,7 +12,7 @@ use crate::window::Reduction;
 /// What becomes of a micro-batch whose gradients hold NaN or infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnNonFinite {
-    /// It is added like any other; [`Last::finite`] tells.
+    /// It is added like any other; [`Last::finite`](crate::Last::finite) tells.
     #[default]
     Propagate,
     /// It is refused with [`Error::NonFinite`]. Costs one more read of the gradients.
@@ -99,7 +99,7 @@ impl Builder {
         self
     }
 
-    /// Whether [`Last::norm`] is found, in the pass that adds.
+    /// Whether [`Last::norm`](crate::Last::norm) is found, in the pass that adds.
     pub fn micro_norms(mut self, micro_norms: bool) -> Self {
         self.policy.micro_norms = micro_norms;
         self

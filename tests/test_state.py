@@ -1,0 +1,252 @@
+"""A window that was saved goes on bit for bit, and what is no state of this accumulator changes nothing."""
+
+import json
+import os
+import pathlib
+import pickle
+import stat
+import struct
+
+import gradacc
+import numpy as np
+import pytest
+
+PARAMS = {"a": ((3, 2), "float32"), "b": ((4,), "float64"), "z": ((2,), "complex64"), 7: ((), "float16")}
+
+
+def accumulator(**options):
+    return gradacc.GradientAccumulator(PARAMS, **options)
+
+
+def gradients(seed):
+    rng = np.random.default_rng(seed)
+    grads = {id: np.asarray(rng.normal(size=shape)).astype(dtype) for id, (shape, dtype) in PARAMS.items()}
+    return grads if seed % 2 else {**grads, "b": None}
+
+
+def bits(acc):
+    grads = acc.take()
+    return grads.count, grads.weight, grads.rejected, {id: x.tobytes() for id, x in grads.numpy().items()}
+
+
+def counters(acc):
+    return acc.window, acc.every, acc.until_weight, acc.count, acc.weight, acc.rejected, acc.complete
+
+
+def file(source, target, path):
+    source.save(path)
+    target.load(path)
+
+
+def dictionary(source, target, path):
+    target.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
+
+
+ways = pytest.mark.parametrize("way", [file, dictionary])
+
+
+@ways
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize(
+    "options", [{"every": 4}, {"every": {0: 1, 1: 4}}, {"until_weight": 8}, {"on_nonfinite": "skip", "every": 4}], ids=str
+)
+def test_a_window_goes_on_wherever_it_was_interrupted(options, position, way, tmp_path):
+    unbroken, first, second = (accumulator(**options) for _ in range(3))
+    for acc in (unbroken, first):
+        acc.add(gradients(99))
+        acc.take()
+    for seed in range(4):
+        unbroken.add(gradients(seed), weight=2, scale=0.3)
+    for seed in range(position):
+        first.add(gradients(seed), weight=2, scale=0.3)
+    second.add(gradients(77))
+    way(first, second, tmp_path / "window")
+    assert counters(second) == counters(first)
+    for seed in range(position, 4):
+        second.add(gradients(seed), weight=2, scale=0.3)
+    assert bits(second) == bits(unbroken)
+
+
+def test_a_resumed_window_keeps_its_length_and_the_next_has_that_of_the_schedule():
+    first, second = accumulator(every=4), accumulator(until_weight=2)
+    first.add(gradients(1))
+    second.load_state_dict(first.state_dict())
+    assert (second.every, second.until_weight) == (4, None)
+    second.take()
+    assert (second.every, second.until_weight) == (None, 2)
+
+
+def test_nothing_is_saved_in_the_middle_of_a_micro_batch_or_of_a_broken_window(tmp_path):
+    acc = accumulator()
+    with pytest.raises(gradacc.WindowError, match="reset"), acc.micro_batch():
+        acc.add_part({"b": np.ones(4)})
+        for save in (acc.state_dict, lambda: acc.save(tmp_path / "window")):
+            with pytest.raises(gradacc.WindowError, match="micro-batch is open"):
+                save()
+        raise gradacc.WindowError("reset")
+    with pytest.raises(gradacc.WindowError, match="broken"):
+        acc.state_dict()
+    assert list(tmp_path.iterdir()) == []
+    acc.load_state_dict(accumulator().state_dict())  # which replaces the broken one
+    acc.add(gradients(1))
+
+
+def test_a_file_replaces_another_whole_and_leaves_nothing_beside_it(tmp_path, monkeypatch):
+    path, acc = tmp_path / "window.safetensors", accumulator()
+    before = os.umask(0o027)
+    try:
+        acc.save(str(path))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    path.chmod(0o604)
+    acc.add(gradients(1))
+    acc.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
+    link = tmp_path / "latest"
+    link.symlink_to(path.name)
+    acc.save(link)
+    assert link.is_symlink()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", path.name]
+    monkeypatch.chdir(tmp_path)
+    acc.save("here")
+    acc.load(pathlib.Path("here"))
+
+
+def test_paths_that_do_not_serve_are_os_errors(tmp_path):
+    acc = accumulator()
+    with pytest.raises(FileNotFoundError) as caught:
+        acc.load(tmp_path / "none")
+    assert caught.value.filename == str(tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        acc.save(tmp_path / "no folder" / "window")
+    with pytest.raises(OSError, match="directory"):
+        acc.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ids_in_a_file_are_told_apart(tmp_path):
+    ids = [7, "7", "#7", "##7", "", "__metadata__", -1]
+    first, second = (gradacc.GradientAccumulator({id: ((), "float32") for id in order}) for order in (ids, ids[::-1]))
+    first.add([np.float32(i) for i in range(len(ids))])
+    file(first, second, tmp_path / "window")
+    assert {id: float(x) for id, x in second.take().numpy().items()} == dict(zip(ids, range(len(ids)), strict=True))
+
+
+def rewritten(path, change):
+    """The file with its header changed."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", raw)
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+def metadata(**entries):
+    return lambda header: header["__metadata__"].update(entries)
+
+
+def without(key):
+    return lambda header: header["__metadata__"].pop(key)
+
+
+def params(**entries):
+    def change(header):
+        table = json.loads(header["__metadata__"]["params"])
+        table[0].update(entries)
+        header["__metadata__"]["params"] = json.dumps(table)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (metadata(version="2"), "version 1.* got 2"),
+        (metadata(format="pt"), "gradacc"),
+        (lambda header: header.pop("__metadata__"), "metadata"),
+        (without("weight"), "lack weight"),
+        (metadata(weight="nan"), "weight"),
+        (metadata(weight="-1"), "weight"),
+        (metadata(count="minus one"), "count"),
+        (metadata(count="0"), "micro-batch"),
+        (metadata(every="0"), "every"),
+        (metadata(until_weight="3"), "both"),
+        (metadata(has_sums="false"), "sums"),
+        (metadata(params="[{}]"), "params"),
+        (metadata(params="[]"), "knows? nothing|not in the state"),
+        (params(name="c"), "c: the sum of it is missing"),
+        (params(shape=[2, 3]), "a: its sum is not what"),
+        (params(dtype="float64"), "a: its sum is not what"),
+        (params(dtype="int8"), "a: .*int8"),
+        (params(seen="never"), "tensors"),
+        (params(seen="often"), "often"),
+        (lambda header: header.update(x=header.pop("sums/b")), "b: the sum of it is missing"),
+    ],
+)
+def test_a_file_that_makes_no_sense_says_why_and_changes_nothing(change, says, tmp_path):
+    acc, path = accumulator(every=4), tmp_path / "window"
+    acc.add(gradients(1))
+    acc.save(path)
+    acc.add(gradients(2))
+    before = counters(acc)
+    rewritten(path, change)
+    with pytest.raises(gradacc.StateError, match=says):
+        acc.load(path)
+    assert counters(acc) == before
+    unbroken = accumulator(every=4)
+    unbroken.add(gradients(1))
+    unbroken.add(gradients(2))
+    assert bits(acc) == bits(unbroken)
+
+
+def entry(key, value):
+    def change(state):
+        state["params"]["a"][key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.clear(), "no state_dict"),
+        (lambda state: state.update(version=2), "version 1.* got 2"),
+        (lambda state: state.pop("count"), "count"),
+        (lambda state: state.update(weight="much"), "weight"),
+        (lambda state: state.update(count=0), "micro-batch"),
+        (lambda state: state.update(until_weight=2.0), "both"),
+        (lambda state: state.update(params=[]), "params"),
+        (lambda state: state["params"].pop("a"), "a is in this accumulator and not in the state"),
+        (lambda state: state["params"].update(new=state["params"]["a"]), "new is in the state and not in this"),
+        (entry("shape", (2, 3)), "parameter a: .*float32 array of shape"),
+        (entry("dtype", "float64"), "parameter a: .*float64"),
+        (entry("sums", None), "parameter a: it is written"),
+        (entry("seen", "never"), "parameter a: it is never"),
+        (entry("sums", np.zeros((3, 2))), "parameter a: .*float64"),
+        (entry("sums", "text"), "parameter a"),
+    ],
+)
+def test_a_dict_that_makes_no_sense_says_why_and_changes_nothing(change, says):
+    acc = accumulator(every=4)
+    acc.add(gradients(1))
+    state = acc.state_dict()
+    change(state)
+    before = counters(acc)
+    with pytest.raises(gradacc.StateError, match=says):
+        acc.load_state_dict(state)
+    assert counters(acc) == before
+    unbroken = accumulator()
+    unbroken.add(gradients(1))
+    assert bits(acc) == bits(unbroken)
+
+
+def test_a_state_that_is_loaded_is_copied():
+    first, second = accumulator(), accumulator()
+    first.add(gradients(1))
+    state = first.state_dict()
+    second.load_state_dict(state)
+    for param in state["params"].values():
+        param["sums"][...] = 0
+    assert bits(second) == bits(first)

@@ -48,7 +48,9 @@ ways = pytest.mark.parametrize("way", [file, dictionary])
 @ways
 @pytest.mark.parametrize("position", range(5))
 @pytest.mark.parametrize(
-    "options", [{"every": 4}, {"every": {0: 1, 1: 4}}, {"until_weight": 8}, {"on_nonfinite": "skip", "every": 4}], ids=str
+    "options",
+    [{"every": 4}, {"every": {0: 1, 1: 4}}, {"until_weight": 8}, {"on_nonfinite": "skip", "every": 4}],
+    ids=str,
 )
 def test_a_window_goes_on_wherever_it_was_interrupted(options, position, way, tmp_path):
     unbroken, first, second = (accumulator(**options) for _ in range(3))

@@ -257,3 +257,30 @@ def test_clipping_is_torchs():
     assert grads.clip_(0.3) == pytest.approx(norm.item(), rel=1e-6)
     for p, result in zip(parameters, grads.torch().values(), strict=True):
         torch.testing.assert_close(result, p.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("set_to_none", [None, False, True])
+def test_a_gradient_that_was_handed_over_is_not_counted_again(set_to_none):
+    """assign_to puts our memory into .grad; without zero_grad, backward adds to it."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    acc = gradacc.GradientAccumulator(model)
+    model(torch.ones(1, 3)).sum().backward()
+    acc.add(model)
+    acc.take().assign_to(model)
+    optimizer.step()
+    if set_to_none is not None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+    model(torch.ones(1, 3)).sum().backward()
+    if set_to_none:
+        acc.add(model)
+        assert acc.take().torch()["weight"].eq(1).all()
+        return
+    with pytest.raises(gradacc.GradaccError, match=r"weight: .*zero_grad\(\)"):
+        acc.add(model)
+    assert acc.count == 0
+    assert model.weight.grad is not None
+    model.zero_grad()  # lets go of the memory
+    model(torch.ones(1, 3)).sum().backward()
+    acc.add(model)
+    assert acc.take().torch()["weight"].eq(1).all()

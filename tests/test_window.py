@@ -263,3 +263,155 @@ def test_errors_are_the_matching_builtin_too(error, builtin):
     assert issubclass(error, gradacc.GradaccError)
     assert error.__module__ == "gradacc"
     assert str(error("as it is")) == "as it is"
+
+
+@pytest.mark.parametrize("weight", [2, 2.0, np.int32(2), np.float32(2), np.array(2), np.array(2.0)])
+def test_weight_and_scale_may_be_any_number(weight):
+    acc = accumulator()
+    add(acc, 3.0, weight)
+    add(acc, 1.0, 0, scale=weight)
+    assert (acc.weight, acc.take().numpy()["a"].tolist()) == (2.0, [4.0, 4.0])
+
+
+@pytest.mark.parametrize("weight", ["2", None, [1.0, 2.0], np.ones(2)])
+def test_weight_that_is_no_number(weight):
+    acc = accumulator()
+    with pytest.raises(TypeError):
+        add(acc, 1.0, weight)
+    assert acc.count == 0
+
+
+@pytest.mark.parametrize(
+    "every",
+    [{}, {-1: 2}, {True: 2}, {0.5: 2}, {"0": 2}, {0: 0}, {0: -1}, {0: True}, {0: None}, {0: 2.0}, [], [(0, 2)], "4", 0],
+    ids=repr,
+)
+def test_what_is_no_schedule(every):
+    acc = accumulator(every=3)
+    for use in (lambda: accumulator(every=every), lambda: acc.set_schedule(every=every)):
+        with pytest.raises(gradacc.ArgumentError, match="every"):
+            use()
+    assert acc.every == 3
+
+
+@pytest.mark.parametrize("until_weight", [0, -1, math.nan, math.inf, True])
+def test_what_is_no_budget(until_weight):
+    with pytest.raises(gradacc.ArgumentError, match="until_weight"):
+        accumulator(until_weight=until_weight)
+
+
+def test_a_window_has_a_length_or_a_budget():
+    with pytest.raises(gradacc.ArgumentError, match="both"):
+        accumulator(every=2, until_weight=3)
+
+
+def test_every_lowered_within_a_window_holds_from_the_next():
+    acc = accumulator(every=4)
+    for _ in range(3):
+        add(acc, 1.0)
+    acc.set_schedule(every=2)
+    assert (acc.every, acc.complete) == (4, False)
+    assert add(acc, 1.0)
+    acc.take()
+    assert [add(acc, 1.0), add(acc, 1.0)] == [False, True]
+
+
+def test_a_schedule_is_copied():
+    schedule = {0: 1, 1: 2}
+    acc = accumulator(every=schedule)
+    schedule[1] = 5
+    add(acc, 1.0)
+    acc.take()
+    assert acc.every == 2
+
+
+def test_windows_follow_the_epoch():
+    schedule = gradacc.EpochSchedule({10: 4, 0: 1, 5: 2})
+    acc, lengths = accumulator(every=schedule), []
+    for epoch in range(12):
+        schedule.start_epoch(epoch)
+        assert schedule.epoch == epoch
+        lengths.append(acc.every)
+    assert lengths == [1] * 5 + [2] * 5 + [4] * 2
+    add(acc, 1.0)
+    schedule.start_epoch(0)
+    assert acc.every == 4
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(gradacc.ArgumentError, match="epoch"):
+            schedule.start_epoch(wrong)
+
+
+@pytest.mark.parametrize("returned", [0, 1.5, None, True])
+def test_a_function_that_gives_no_length(returned):
+    acc = accumulator(every=lambda window: returned)
+    with pytest.raises(gradacc.ArgumentError, match="every"):
+        add(acc, 1.0)
+    assert acc.count == 0
+
+
+def test_a_function_that_fails_or_uses_the_accumulator():
+    def every(window):
+        if fails:
+            raise KeyError("on purpose")
+        return acc.count + acc.window + 1
+
+    acc, fails = accumulator(every=every), True
+    with pytest.raises(KeyError, match="on purpose"):
+        add(acc, 1.0)
+    fails = False
+    assert add(acc, 1.0)
+
+
+def test_a_micro_batch_in_parts_counts_once():
+    acc = accumulator(every=2, micro_norms=True)
+    with acc.micro_batch(weight=2):
+        acc.add_part({"a": f32(1, 1)})
+        acc.add_part({"b": np.ones(3)})
+        with pytest.raises(gradacc.ShapeError):
+            acc.add_part({"a": f32(9, 9, 9)})
+        assert acc.count == 0
+    assert acc.last.norm == pytest.approx(5**0.5)
+    with acc.micro_batch(weight=2, scale=1):
+        acc.add_part({"a": f32(3, 3)})
+        acc.add_part({"a": f32(5, 5)})
+    assert (state(acc), acc.last.norm) == ((2, 4.0, 0, True, 0), None)
+    grads = acc.take().numpy()
+    assert (grads["a"].tolist(), grads["b"].tolist()) == ([2.5, 2.5], [0.5, 0.5, 0.5])
+
+
+def test_nothing_comes_between_the_parts():
+    acc = accumulator(every=2)
+    with acc.micro_batch():
+        acc.add_part({"a": f32(1, 1)})
+        for between in (acc.take, lambda: add(acc, 1.0), lambda: acc.micro_batch().__enter__()):
+            with pytest.raises(gradacc.WindowError, match="micro-batch is open"):
+                between()
+    with pytest.raises(gradacc.WindowError, match="micro_batch"):
+        acc.add_part({"a": f32(1, 1)})
+    assert state(acc) == (1, 1.0, 0, False, 0)
+
+
+@pytest.mark.parametrize("policy", ["propagate", "raise"])
+def test_a_failure_after_a_part_breaks_the_window(policy):
+    acc = accumulator(on_nonfinite=policy, on_missing="error")
+    with pytest.raises(KeyError), acc.micro_batch():
+        raise KeyError
+    acc.add([f32(1, 1), np.ones(3)])  # nothing had been added
+    failures = {"missing": {"a": f32(1, 1)}, "raise": {"a": f32(1, math.nan), "b": np.ones(3)}}
+    for kind, part in failures.items():
+        if kind == "raise" and policy != "raise":
+            continue
+        with pytest.raises(gradacc.GradaccError), acc.micro_batch():
+            acc.add_part(part)
+        for use in (acc.take, lambda: acc.add([f32(1, 1), np.ones(3)]), acc.state_dict):
+            with pytest.raises(gradacc.WindowError, match=r"reset\(\)"):
+                use()
+        acc.reset()
+        acc.add([f32(2, 2), np.ones(3)])
+        assert acc.take().numpy()["a"].tolist() == [2, 2]
+
+
+def test_what_skips_a_micro_batch_wants_it_whole():
+    acc = accumulator(on_nonfinite="skip")
+    with pytest.raises(gradacc.ArgumentError, match="skip"), acc.micro_batch():
+        pass

@@ -115,7 +115,9 @@ class GradientAccumulator:
             NonFiniteError: A gradient holds NaN or infinity, and `on_nonfinite` is "raise".
             ArgumentError: The weight or the scale is out of its range.
             GradaccError: What else does not fit: a leaf that requires grad instead of its gradient, a sequence of
-                another length, a gradient missing where `on_missing` is "error", memory that is not the host's.
+                another length, a `.grad` of a module that lies in memory an earlier window handed over (after
+                `assign_to` and without `optimizer.zero_grad()`), a gradient missing where `on_missing` is "error",
+                memory that is not the host's.
         """
         if hasattr(grads, "named_parameters"):
             from .torch import add_module
@@ -177,8 +179,8 @@ class GradientAccumulator:
         Costs the same whatever the size: the buffers move to the result, and the next window writes into others.
 
         Raises:
-            WindowError: The window is empty or broken, a micro-batch is open, or the window's weight is 0 though something
-                was added and a mean is asked for. It is kept then.
+            WindowError: The window is empty or broken, a micro-batch is open, or the window's weight is 0 though
+                something was added and a mean is asked for. It is kept then.
         """
         return Gradients(self._core.take())
 

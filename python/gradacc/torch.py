@@ -17,7 +17,8 @@ Module: TypeAlias = torch.nn.Module
 def add_module(acc: GradientAccumulator, module: Module, weight: SupportsFloat, scale: SupportsFloat | None) -> bool:
     """Add the gradients in `.grad` of a module's parameters, and once that has succeeded set each `.grad` to None."""
     parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
-    complete = acc.add({name: parameter.grad for name, parameter in parameters}, weight, scale=scale)
+    grads = {name: parameter.grad for name, parameter in parameters}
+    complete = acc._core.add(grads, weight, scale, fresh=True)
     for _, parameter in parameters:
         parameter.grad = None
     return complete

@@ -171,17 +171,25 @@ impl Accumulator {
         Ok(())
     }
 
-    #[pyo3(signature = (grads, weight, scale))]
+    /// `fresh` refuses gradients in memory that an earlier window handed over.
+    #[pyo3(signature = (grads, weight, scale, *, fresh=false))]
     fn add(
         &self,
         grads: &Bound<'_, PyAny>,
         weight: &Bound<'_, PyAny>,
         scale: Option<&Bound<'_, PyAny>>,
+        fresh: bool,
     ) -> PyResult<bool> {
         let py = grads.py();
         let weight = to_weight(weight, scale)?;
         self.ids.with_views(grads, |views, len_bytes| {
-            self.opening(py, len_bytes, |engine| engine.add_batch(views, weight)).map(|added| added.is_complete())
+            let add = |engine: &mut GradientAccumulator| {
+                if fresh {
+                    engine.check_fresh(views)?;
+                }
+                engine.add_batch(views, weight)
+            };
+            self.opening(py, len_bytes, add).map(|added| added.is_complete())
         })
     }
 

@@ -1,7 +1,7 @@
 //! The accumulator: one window and the store its sums are kept in.
 
 use crate::builder::{Builder, OnMissing, OnNonFinite, Policy};
-use crate::error::{Error, Result, WindowError};
+use crate::error::{Error, Result, TensorError, WindowError};
 use crate::gradients::HasGradients;
 use crate::micro_batch::Parts;
 use crate::param::ParamSpec;
@@ -80,6 +80,19 @@ impl GradientAccumulator {
     pub fn add<G: HasGradients + ?Sized>(&mut self, gradients: &G, weight: Weight) -> Result<Added> {
         let mut batch = self.numbered(gradients)?;
         self.add_batch(&mut batch, weight)
+    }
+
+    /// Refuses gradients that lie in memory which an earlier window has handed over. To a trainer that keeps gradients in
+    /// one place and adds to them, that happens if they were not cleared after the optimizer's step: they would count
+    /// twice.
+    ///
+    /// # Errors
+    /// [`TensorError::HandedOver`](crate::TensorError::HandedOver) for the first such gradient.
+    pub fn check_fresh(&self, batch: &[(usize, TensorView<'_>)]) -> Result<()> {
+        match batch.iter().find(|(_, gradient)| self.store.has_handed_over(gradient)) {
+            Some(&(param, _)) => Err(TensorError::HandedOver.of(self.name(param))),
+            None => Ok(()),
+        }
     }
 
     /// Gradients by their parameters' numbers in the layout.

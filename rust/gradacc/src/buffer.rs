@@ -163,6 +163,8 @@ impl Buffer {
 /// Where buffers wait to be used again, at most one for each of a layout's buffers.
 pub(crate) struct Pool {
     places: Mutex<Vec<Place>>,
+    /// The addresses of the buffers that are on loan.
+    lent: Mutex<Vec<Range<usize>>>,
     mapped: AtomicU64,
 }
 
@@ -173,7 +175,7 @@ struct Place {
 
 impl Pool {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { places: Mutex::new(Vec::new()), mapped: AtomicU64::new(0) })
+        Arc::new(Self { places: Mutex::default(), lent: Mutex::default(), mapped: AtomicU64::new(0) })
     }
 
     /// Follows a layout that has grown. A spare buffer of another length is let go of.
@@ -201,7 +203,17 @@ impl Pool {
                 Buffer::new(spec)?
             }
         };
+        self.lock_lent().push(buffer.span());
         Ok(Lease { buffer: Some(buffer), pool: Arc::downgrade(self), index })
+    }
+
+    /// Whether some of these addresses lie in a buffer that is on loan.
+    pub(crate) fn has_lent(&self, span: &Range<usize>) -> bool {
+        self.lock_lent().iter().any(|lent| overlap(lent, span))
+    }
+
+    fn lock_lent(&self) -> MutexGuard<'_, Vec<Range<usize>>> {
+        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many buffers were ever mapped: in a steady state it stands still.
@@ -213,6 +225,11 @@ impl Pool {
         // Nothing in here panics with the lock held and a place half changed.
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether two ranges have something in common.
+pub(crate) fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
 }
 
 /// A buffer on loan: whoever drops it, on whatever thread, gives it back.
@@ -275,6 +292,9 @@ impl DerefMut for Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         let (Some(buffer), Some(pool)) = (self.buffer.take(), self.pool.upgrade()) else { return };
+        // Before the memory may be somebody else's.
+        let span = buffer.span();
+        pool.lock_lent().retain(|lent| *lent != span);
         let mut places = pool.lock();
         let place = &mut places[self.index];
         if place.spare.is_none() && place.spec == (BufferSpec { dtype: buffer.dtype, len: buffer.len }) {
@@ -322,6 +342,17 @@ mod tests {
         let lease = pool.lease(0).unwrap();
         drop(pool);
         std::thread::spawn(move || assert_eq!(lease.sibling().unwrap().len(), 48)).join().unwrap();
+    }
+
+    #[test]
+    fn what_is_on_loan_is_known_until_it_is_back() {
+        let pool = pool();
+        let (first, second) = (pool.lease(0).unwrap(), pool.lease(0).unwrap());
+        let spans = [first.span(), second.span()];
+        assert!(spans.iter().all(|span| pool.has_lent(&(span.end - 1..span.end))));
+        assert!(!pool.has_lent(&(spans[0].start..spans[0].start)));
+        drop(first);
+        assert_eq!(spans.each_ref().map(|span| pool.has_lent(span)), [false, true]);
     }
 
     #[test]

@@ -129,6 +129,12 @@ pub enum TensorError {
     /// The tensor lies in the buffer it is to be added to.
     #[error("expected a gradient in memory of its own, got one that lies in a buffer its sums are kept in")]
     Overlap,
+    /// The tensor lies in memory that an earlier window handed over, and was to be a fresh gradient.
+    #[error(
+        "its gradient lies in memory that an earlier window handed over, to which backward has added: call \
+         optimizer.zero_grad() after the step, with set_to_none=True"
+    )]
+    HandedOver,
     /// The description of the tensor makes no sense: a negative size, or more bytes than can be addressed.
     #[error("{0}")]
     Malformed(String),

@@ -1,10 +1,9 @@
 //! Sums in flat buffers in host memory.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Closing, Report, Store};
-use crate::buffer::{Lease, Pool};
+use crate::buffer::{Lease, Pool, overlap};
 use crate::dtype::DType;
 use crate::error::{Error, Result, TensorError};
 use crate::gradients::Gradients;
@@ -34,6 +33,11 @@ impl FlatStore {
     /// How many buffers were ever mapped. Stands still in a steady state.
     pub fn mapped_buffers(&self) -> u64 {
         self.pool.mapped()
+    }
+
+    /// Whether a tensor lies in memory that was handed over and that somebody still holds.
+    pub(crate) fn has_handed_over(&self, tensor: &TensorView<'_>) -> bool {
+        self.pool.has_lent(&tensor.span())
     }
 
     fn lease(&mut self, buffer: usize) -> Result<()> {
@@ -162,8 +166,4 @@ impl Store for FlatStore {
     fn reset(&mut self) {
         self.buffers.fill_with(|| None);
     }
-}
-
-fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
-    a.start < b.end && b.start < a.end
 }

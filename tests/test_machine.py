@@ -232,6 +232,6 @@ def check(expected, held):
 
 def test_any_sequence_of_calls_agrees_with_the_model(tmp_path):
     Machine.path = tmp_path / "window"
-    # 200 × 50 steps.
+    # 200 runs of 50 steps.
     some = settings(max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Machine, settings=some)

@@ -47,11 +47,7 @@ ways = pytest.mark.parametrize("way", [file, dictionary])
 
 @ways
 @pytest.mark.parametrize("position", range(5))
-@pytest.mark.parametrize(
-    "options",
-    [{"every": 4}, {"every": {0: 1, 1: 4}}, {"until_weight": 8}, {"on_nonfinite": "skip", "every": 4}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"every": 4}, {"every": {0: 1, 1: 4}}, {"until_weight": 8}], ids=str)
 def test_a_window_goes_on_wherever_it_was_interrupted(options, position, way, tmp_path):
     unbroken, first, second = (accumulator(**options) for _ in range(3))
     for acc in (unbroken, first):
@@ -80,12 +76,18 @@ def test_a_resumed_window_keeps_its_length_and_the_next_has_that_of_the_schedule
 
 def test_nothing_is_saved_in_the_middle_of_a_micro_batch_or_of_a_broken_window(tmp_path):
     acc = accumulator()
-    with pytest.raises(gradacc.WindowError, match="reset"), acc.micro_batch():
-        acc.add_part({"b": np.ones(4)})
-        for save in (acc.state_dict, lambda: acc.save(tmp_path / "window")):
-            with pytest.raises(gradacc.WindowError, match="micro-batch is open"):
-                save()
-        raise gradacc.WindowError("reset")
+    saves = (acc.state_dict, lambda: acc.save(tmp_path / "window"))
+
+    def save_between_parts():
+        with acc.micro_batch():
+            acc.add_part({"b": np.ones(4)})
+            for save in saves:
+                with pytest.raises(gradacc.WindowError, match="micro-batch is open"):
+                    save()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        save_between_parts()
     with pytest.raises(gradacc.WindowError, match="broken"):
         acc.state_dict()
     assert list(tmp_path.iterdir()) == []
@@ -129,7 +131,7 @@ def test_paths_that_do_not_serve_are_os_errors(tmp_path):
 
 def test_ids_in_a_file_are_told_apart(tmp_path):
     ids = [7, "7", "#7", "##7", "", "__metadata__", -1]
-    first, second = (gradacc.GradientAccumulator({id: ((), "float32") for id in order}) for order in (ids, ids[::-1]))
+    first, second = (gradacc.GradientAccumulator(dict.fromkeys(order, ((), "float32"))) for order in (ids, ids[::-1]))
     first.add([np.float32(i) for i in range(len(ids))])
     file(first, second, tmp_path / "window")
     assert {id: float(x) for id, x in second.take().numpy().items()} == dict(zip(ids, range(len(ids)), strict=True))

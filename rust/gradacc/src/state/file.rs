@@ -100,11 +100,10 @@ impl<B: AsRef<[u8]>> State<B> {
             Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
             _ => PathBuf::from("."),
         };
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".gradacc-").suffix(".tmp");
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let beside = builder.tempfile_in(&folder)?;
+        let beside = tempfile::Builder::new()
+            .prefix(".gradacc-")
+            .suffix(".tmp")
+            .make_in(&folder, |path| File::options().write(true).create_new(true).open(path))?;
         // Of the file that it replaces, or those of a new one by the process's mask.
         let permissions = fs::metadata(&path).or_else(|_| beside.as_file().metadata())?.permissions();
         let beside = beside.into_temp_path();

@@ -3,6 +3,7 @@
 import collections
 import gc
 import sys
+import threading
 import types
 
 import gradacc
@@ -236,3 +237,78 @@ def test_dtypes_by_any_name(dtype):
     acc = gradacc.GradientAccumulator({"w": ((2,), dtype)})
     acc.add({"w": np.ones(2)})
     assert acc.take()["w"].dtype == "float64"
+
+
+class Reentrant:
+    """A tensor whose `__dlpack__` uses the accumulator it is added to."""
+
+    def __init__(self, array, use):
+        self.array, self.use = array, use
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        self.use()
+        return self.array.__dlpack__(**options)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_tensor_that_uses_the_accumulator_while_it_is_looked_at(in_parts):
+    """No lock is held then: such a call is as good as one that came before."""
+    one = np.ones(2, np.float32)
+
+    def add(acc, use):
+        tensor = {"w": Reentrant(one, use)}
+        if not in_parts:
+            return acc.add(tensor)
+        with acc.micro_batch():
+            acc.add_part(tensor)
+        return acc.complete
+
+    def plain():
+        return gradacc.GradientAccumulator({"w": ((2,), "float32")}, every=2)
+
+    acc = plain()
+    for use in (lambda: acc.count, lambda: acc.register("late", ((2,), "float32")), lambda: repr(acc)):
+        acc.reset()
+        assert add(acc, use) is False
+    if in_parts:
+        for use in (lambda: acc.add({"w": one}), acc.take, acc.state_dict):
+            with pytest.raises(gradacc.GradaccError, match="micro-batch is open"):
+                add(acc, use)
+            assert acc.count == 1
+        return
+    assert add(plain(), lambda: None) is False
+    acc = plain()
+    assert add(acc, lambda: acc.add({"w": one})) is True
+    assert acc.take().numpy()["w"].tolist() == [1, 1]
+    acc.add({"w": one})
+    with pytest.raises(gradacc.WindowError, match="complete"):
+        add(acc, lambda: acc.add({"w": one * 3}))
+    assert acc.take().numpy()["w"].tolist() == [2, 2]
+
+
+def test_eight_threads_that_use_everything_at_once():
+    acc = gradacc.GradientAccumulator({"w": ((1 << 15,), "float32")}, every=lambda window: 1 << 20)
+    one = np.ones(1 << 15, np.float32)
+    failures, each = [], 50
+
+    def work():
+        try:
+            for _ in range(each):
+                acc.add({"w": one}, weight=2)
+                assert acc.state_dict()["count"] >= 1
+                assert acc.every == 1 << 20
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    grads = acc.take()
+    assert (grads.count, grads.weight) == (8 * each, 16.0 * each)
+    assert (grads.numpy()["w"] == 1).all()

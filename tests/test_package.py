@@ -175,3 +175,21 @@ def test_examples_in_the_documents(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for block in blocks:
         exec(compile(block, page, "exec"), {"__name__": "example"})
+
+
+def test_a_process_ends_quietly_with_exports_alive():
+    done = python("""
+import sys, threading, gradacc, numpy as np
+acc = gradacc.GradientAccumulator({"w": ((100000,), "float32")})
+acc.add({"w": np.ones(100000, np.float32)})
+grads = acc.take()
+gradient = grads["w"]
+capsules = [gradient.__dlpack__(), gradient.__dlpack__(max_version=(1, 0))]
+held = [grads, grads.numpy(), np.from_dlpack(gradient), *capsules]
+acc.add({"w": np.ones(100000, np.float32)})
+cycle = []
+cycle.append((cycle, held, acc))
+sys.modules["kept"] = held
+threading.Thread(target=lambda: held, daemon=True).start()
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

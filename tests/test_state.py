@@ -6,6 +6,8 @@ import pathlib
 import pickle
 import stat
 import struct
+import subprocess
+import sys
 
 import gradacc
 import numpy as np
@@ -254,3 +256,33 @@ def test_a_state_that_is_loaded_is_copied():
     for param in state["params"].values():
         param["sums"][...] = 0
     assert bits(second) == bits(first)
+
+
+@pytest.mark.parametrize(("level", "threads"), [("scalar", "1"), ("scalar", "4"), (None, "1"), (None, "5")])
+def test_a_window_goes_on_in_another_process_at_another_level_with_other_threads(level, threads, tmp_path):
+    shape = (300, 1001)
+    unbroken, first = (gradacc.GradientAccumulator({"w": (shape, "float16")}, every=4) for _ in range(2))
+
+    def gradient(i):
+        return np.random.default_rng(i).normal(size=shape).astype("float16")
+
+    for i in range(4):
+        unbroken.add({"w": gradient(i)}, weight=i + 0.3)
+    for i in range(2):
+        first.add({"w": gradient(i)}, weight=i + 0.3)
+    first.save(tmp_path / "window")
+    code = f"""
+import gradacc, numpy as np
+acc = gradacc.GradientAccumulator({{"w": ({shape}, "float16")}}, every=4)
+acc.load({str(tmp_path / "window")!r})
+for i in (2, 3):
+    acc.add({{"w": np.random.default_rng(i).normal(size={shape}).astype("float16")}}, weight=i + 0.3)
+grads = acc.take()
+print(grads.norm().hex())
+np.save({str(tmp_path / "mean.npy")!r}, grads.numpy()["w"])
+"""
+    environment = {**os.environ, "GRADACC_NUM_THREADS": threads} | ({"GRADACC_SIMD": level} if level else {})
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    grads = unbroken.take()
+    assert float.fromhex(done.stdout) == grads.norm()
+    assert np.load(tmp_path / "mean.npy").tobytes() == grads.numpy()["w"].tobytes()

@@ -284,3 +284,40 @@ def test_a_gradient_that_was_handed_over_is_not_counted_again(set_to_none):
     model(torch.ones(1, 3)).sum().backward()
     acc.add(model)
     assert acc.take().torch()["weight"].eq(1).all()
+
+
+def test_sparse_gradients_of_an_embedding():
+    """Row 1 comes twice; a dense gradient may come on top."""
+    embedding = nn.Embedding(10, 3, sparse=True)
+    acc = gradacc.GradientAccumulator(embedding, reduction="sum")
+    embedding(torch.tensor([1, 1, 2])).sum().backward()
+    assert embedding.weight.grad.is_sparse
+    assert not embedding.weight.grad.is_coalesced()
+    acc.add(embedding)
+    assert embedding.weight.grad is None
+    acc.add({"weight": torch.ones(10, 3)})
+    assert acc.take().torch()["weight"][:, 0].tolist() == [1, 3, 2, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_gradients_of_a_convolution_in_channels_last(kernel):
+    convolution = nn.Conv2d(8, 16, kernel).to(memory_format=torch.channels_last)
+    acc = gradacc.GradientAccumulator(convolution, reduction="sum")
+    for _ in range(2):
+        convolution(torch.rand(2, 8, 5, 5).to(memory_format=torch.channels_last)).square().sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in convolution.named_parameters()}
+    acc.add(convolution)
+    for name, gradient in acc.take().torch().items():
+        assert torch.equal(gradient, expected[name])
+
+
+def test_gradient_of_a_sum_is_expanded_and_complex_ones_are_pairs():
+    acc = gradacc.GradientAccumulator({"x": ((3, 4), "float32"), "z": ((2,), "complex64")})
+    x = torch.rand(3, 4, requires_grad=True)
+    (expanded,) = torch.autograd.grad(x.sum(), x)
+    assert expanded.stride() == (0, 0)
+    for _ in range(2):
+        acc.add({"x": expanded, "z": torch.full((2,), 1 - 2j).conj()})
+    grads = acc.take().torch()
+    assert grads["x"].eq(1).all()
+    assert grads["z"].tolist() == [1 + 2j] * 2

@@ -116,9 +116,12 @@ impl<B: AsRef<[u8]>> State<B> {
         file.set_permissions(permissions)?;
         file.sync_all()?;
         beside.persist(&path).map_err(|error| error.error)?;
-        // The new name is on the disk once the folder is. Not every system can do that.
+        // The new name is on the disk once the folder is. Some file systems have no such call for folders.
         #[cfg(unix)]
-        File::open(&folder)?.sync_all()?;
+        match File::open(&folder)?.sync_all() {
+            Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {}
+            synced => synced?,
+        }
         Ok(())
     }
 

@@ -15,7 +15,8 @@ from .gradients import Gradients, Id
 from .schedule import Every, every_, until_weight_
 
 if TYPE_CHECKING:
-    from .torch import Module
+    from .torch.backward import Attachment
+    from .torch.module import Module
 
 # A dict from str is no mapping from str or int to a type checker.
 Table: TypeAlias = Mapping[str, Any] | Mapping[int, Any] | Mapping[Id, Any]
@@ -84,6 +85,7 @@ class GradientAccumulator:
             on_missing=on_missing,
             micro_norms=micro_norms,
         )
+        self._attachments: list[Attachment] = []
 
     def add(
         self,
@@ -120,7 +122,7 @@ class GradientAccumulator:
                 memory that is not the host's.
         """
         if hasattr(grads, "named_parameters"):
-            from .torch import add_module
+            from .torch.module import add_module
 
             return add_module(self, cast("Module", grads), weight, scale)
         return self._core.add(grads, weight, scale)
@@ -154,12 +156,49 @@ class GradientAccumulator:
             (1, 2.0, [4.0, 2.0])
         """
         self._core.begin_micro_batch(weight, scale)
+        attachments = list(self._attachments)
         try:
+            for attachment in attachments:
+                attachment.open()
             yield
         except BaseException:
             self._core.abandon_micro_batch()
+            for attachment in attachments:
+                attachment.clear()
             raise
         self._core.end_micro_batch()
+
+    def attach(self, module: Module) -> Attachment:
+        """Add the gradients of a module's parameters while autograd produces them, from now on.
+
+        Each is added as soon as backward has it, and its `.grad` set to None: beside the sums there is never more than
+        the gradient that is being added. Call backward within `micro_batch`, any number of times; elsewhere it raises
+        a `WindowError`. If anything fails there, a part may have been added: the window is broken then, and only
+        `reset` is legal. A parameter that is frozen now may be unfrozen later; it is registered then if it has to be. A
+        compiled model hands all its gradients over at once: their values are right, and the memory is saved no more.
+
+        Returns:
+            A handle, whose `detach()` undoes it.
+
+        Raises:
+            UnknownParameterError: A parameter that requires grad was never registered.
+            ArgumentError: `on_nonfinite` is "skip", which needs all of a micro-batch before any of it is added.
+            GradaccError: A module that is attached has a parameter of the same name.
+
+        Example:
+            >>> import gradacc, torch
+            >>> model = torch.nn.Linear(2, 1)
+            >>> acc = gradacc.GradientAccumulator(model, every=2)
+            >>> handle = acc.attach(model)
+            >>> for batch in torch.ones(3, 2), torch.ones(1, 2):
+            ...     with acc.micro_batch(weight=len(batch)):
+            ...         model(batch).mean().backward()
+            >>> acc.complete, model.weight.grad, acc.take().torch()["weight"].tolist()
+            (True, None, [[1.0, 1.0]])
+        """
+        from .torch.backward import Attachment
+
+        return Attachment(self, module)
 
     def add_part(self, grads: Table | Sequence[Any]) -> None:
         """Add part of the micro-batch that is open. Copies nothing, and keeps nothing of the gradients.
@@ -351,6 +390,8 @@ def _id(id: Id) -> Id:
 def _spec(id: Id, like: Any) -> tuple[list[int], str]:
     """Shape and dtype of a parameter."""
     try:
+        if hasattr(like, "to_local"):  # a DTensor: this process sums the gradients of its own shard
+            like = like.to_local()
         shape, dtype = like if isinstance(like, tuple) else (like.shape, like.dtype)
         sizes = [operator.index(size) for size in shape]
     except (AttributeError, TypeError, ValueError) as error:

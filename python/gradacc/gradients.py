@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-    from .torch import Module
+    from .torch.module import Module
 
 Id: TypeAlias = str | int
 
@@ -88,7 +88,7 @@ class Gradients(Mapping[Id, _core.Gradient]):
 
     def torch(self) -> dict[Any, torch.Tensor]:
         """Return torch tensors that alias the memory."""
-        from .torch import to_torch
+        from .torch.module import to_torch
 
         return to_torch(self)
 
@@ -113,7 +113,7 @@ class Gradients(Mapping[Id, _core.Gradient]):
         whose id the accumulator knows and the window did not see get None; others are left alone. Call
         `optimizer.zero_grad()` after the step, or the next backward adds into what was assigned.
         """
-        from .torch import assign_to
+        from .torch.module import assign_to
 
         assign_to(self, module)
 

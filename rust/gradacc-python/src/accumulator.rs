@@ -193,6 +193,10 @@ impl Accumulator {
         })
     }
 
+    fn check_parts(&self, py: Python<'_>) -> PyResult<()> {
+        self.locked(py, |engine| engine.check_parts())
+    }
+
     #[pyo3(signature = (weight, scale))]
     fn begin_micro_batch(&self, weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let py = weight.py();

@@ -177,7 +177,10 @@ pub enum WindowError {
     #[error("a micro-batch is open: until it ends, there can be nothing but its parts (add_part), or reset()")]
     MicroBatchOpen,
     /// A part of no micro-batch.
-    #[error("no micro-batch is open: parts are added within one, see micro_batch()")]
+    #[error(
+        "no micro-batch is open: parts are added, and backward of an attached model is called, within \
+         `with acc.micro_batch(weight=n):`"
+    )]
     NoMicroBatch,
     /// The first micro-batch of a window whose length was to be told before.
     #[error("nobody has told how many micro-batches window {window} is to have")]

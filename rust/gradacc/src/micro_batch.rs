@@ -23,19 +23,28 @@ pub(crate) struct Parts {
 }
 
 impl<S: Store> GradientAccumulator<S> {
-    /// Begins a micro-batch that comes in parts. Until [`end_micro_batch`](Self::end_micro_batch) nothing else can be
-    /// added or taken.
+    /// Refuses micro-batches in parts, if non-finite ones are to be skipped: a part that has been added can't be taken
+    /// back.
     ///
     /// # Errors
-    /// As for [`add`](GradientAccumulator::add); and [`Error::Argument`] if non-finite micro-batches are to be skipped: a
-    /// part that has been added can't be taken back.
-    pub fn begin_micro_batch(&mut self, weight: Weight) -> Result<()> {
-        self.check_no_parts()?;
+    /// [`Error::Argument`].
+    pub fn check_parts(&self) -> Result<()> {
         if self.policy.on_nonfinite == OnNonFinite::Skip {
             let reason = "\"skip\" drops a micro-batch as a whole, so it can't come in parts: add it whole, or use \
                           \"propagate\" or \"raise\"";
             return Err(Error::argument("on_nonfinite", reason));
         }
+        Ok(())
+    }
+
+    /// Begins a micro-batch that comes in parts. Until [`end_micro_batch`](Self::end_micro_batch) nothing else can be
+    /// added or taken.
+    ///
+    /// # Errors
+    /// As for [`add`](GradientAccumulator::add); and for [`check_parts`](Self::check_parts).
+    pub fn begin_micro_batch(&mut self, weight: Weight) -> Result<()> {
+        self.check_no_parts()?;
+        self.check_parts()?;
         let goal = self.window.admit(weight)?;
         self.parts = Some(Parts {
             weight,

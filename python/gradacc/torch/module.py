@@ -1,4 +1,4 @@
-"""PyTorch: modules, tensors, and hand-over to an optimizer."""
+"""Gradients of modules, tensors, and hand-over to an optimizer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
-    from .accumulator import GradientAccumulator
-    from .gradients import Gradients
+    from ..accumulator import GradientAccumulator
+    from ..gradients import Gradients
 
 Module: TypeAlias = torch.nn.Module
+
+
+def local(tensor: Any) -> Any:
+    """What this process has of a tensor: its shard of a DTensor, and any other one as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def add_module(acc: GradientAccumulator, module: Module, weight: SupportsFloat, scale: SupportsFloat | None) -> bool:
     """Add the gradients in `.grad` of a module's parameters, and once that has succeeded set each `.grad` to None."""
     parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
-    grads = {name: parameter.grad for name, parameter in parameters}
+    grads = {name: local(parameter.grad) for name, parameter in parameters}
     complete = acc._core.add(grads, weight, scale, fresh=True)
     for _, parameter in parameters:
         parameter.grad = None

@@ -1,0 +1,5 @@
+"""PyTorch: gradients from modules and during backward, and hand-over to optimizers."""
+
+from .backward import Attachment
+
+__all__ = ["Attachment"]

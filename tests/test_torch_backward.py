@@ -84,7 +84,8 @@ def test_two_modules_and_parts_by_hand_in_one_micro_batch():
     with acc.micro_batch():
         head["head"](net(batch)).mean().backward()
         acc.add_part({"head.bias": torch.full((1,), 2.0)})
-    assert list(acc.ids) == list(acc.take()) and no_grad_left(head)
+    assert list(acc.ids) == list(acc.take())
+    assert no_grad_left(head)
     with acc.micro_batch():
         acc.add_part({"head.bias": torch.full((1,), 2.0)})
     assert acc.take().torch()["head.bias"].item() == 2.0
@@ -142,9 +143,9 @@ def test_a_backward_that_fails_leaves_no_gradient_behind():
         raise KeyError("on purpose")
 
     last = nn.Linear(2, 2)
+    h = net(batch)
+    h.register_hook(fail)
     with pytest.raises(KeyError), acc.micro_batch():
-        h = net(batch)
-        h.register_hook(fail)
         last(h).sum().backward()
     assert no_grad_left(net)
     with pytest.raises(gradacc.WindowError, match="micro_batch"):  # nothing was added: it is not broken
@@ -160,7 +161,8 @@ def test_copies_and_states_of_an_attached_model():
     acc, _ = attached(net)
     twin = copy.deepcopy(net)
     loss(twin, batch).backward()  # has no hooks
-    assert acc.count == 0 and not no_grad_left(twin)
+    assert acc.count == 0
+    assert not no_grad_left(twin)
     twin.load_state_dict(net.state_dict())
 
 

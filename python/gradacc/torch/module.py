@@ -19,6 +19,17 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
+    """A tensor as the parameter is: a DTensor of this process's shard, if that is one."""
+    if not hasattr(parameter, "to_local"):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def add_module(acc: GradientAccumulator, module: Module, weight: SupportsFloat, scale: SupportsFloat | None) -> bool:
     """Add the gradients in `.grad` of a module's parameters, and once that has succeeded set each `.grad` to None."""
     parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
@@ -34,12 +45,21 @@ def to_torch(grads: Gradients) -> dict[Any, torch.Tensor]:
     return {id: from_dlpack(gradient) for id, gradient in grads.items()}
 
 
+def assign(parameter: torch.nn.Parameter, gradient: Any) -> None:
+    """Put a gradient, or None, into `.grad` of a parameter, in its dtype and on its device."""
+    if gradient is None:
+        parameter.grad = None
+        return
+    tensor: torch.Tensor = from_dlpack(gradient)
+    tensor = tensor.to(device=parameter.device, dtype=parameter.dtype)
+    parameter.grad = like(parameter, tensor)
+
+
 def assign_to(grads: Gradients, module: Module) -> None:
     """See `Gradients.assign_to`."""
     known = set(grads._core.known)
     for name, parameter in module.named_parameters():
         if name in grads:
-            tensor: torch.Tensor = from_dlpack(grads[name])
-            parameter.grad = tensor.to(device=parameter.device, dtype=parameter.dtype)
+            assign(parameter, grads[name])
         elif name in known:
             parameter.grad = None

@@ -46,6 +46,11 @@ class GradientAccumulator:
             drops and counts it, and the window waits for one more. The last two read each gradient once more.
         on_missing: "ignore" lets a micro-batch lack gradients; "error" refuses one that does.
         micro_norms: Whether `last.norm` is found, in the pass that adds.
+        backend: Who keeps the sums. "auto": this engine those of gradients in host memory, and torch, on their device,
+            those of others. "engine": this engine, and other gradients are refused. "torch": torch, all of them. None:
+            what the environment variable GRADACC_BACKEND says, and "auto" where it is not set.
+        device: "cpu" keeps all sums in host memory: gradients on other devices are copied there first, through
+            page-locked memory where there is such a way.
 
     Raises:
         ArgumentError: An option is out of its range, or an environment variable of gradacc is.
@@ -74,6 +79,8 @@ class GradientAccumulator:
         on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
         on_missing: Literal["ignore", "error"] = "ignore",
         micro_norms: bool = False,
+        backend: Literal["auto", "engine", "torch"] | None = None,
+        device: Literal["cpu"] | None = None,
     ) -> None:
         self._core = _core.Accumulator(
             [(_id(id), *_spec(id, like)) for id, like in _items(params)],
@@ -84,6 +91,8 @@ class GradientAccumulator:
             on_nonfinite=on_nonfinite,
             on_missing=on_missing,
             micro_norms=micro_norms,
+            backend=os.environ.get("GRADACC_BACKEND", "auto") if backend is None else backend,
+            device=device,
         )
         self._attachments: list[Attachment] = []
 
@@ -99,9 +108,10 @@ class GradientAccumulator:
         Args:
             grads: A mapping from id to gradient, a list or tuple with one entry per id in layout order, or a module
                 with gradients in `.grad`. An id that is absent, or None, contributes nothing. A gradient is a NumPy
-                array or scalar, or whatever has `__dlpack__`, in host memory, of exactly its parameter's shape, with
-                any strides. Gradients in a mapping or sequence are only read; a module's are consumed: each `.grad` is
-                set to None once the add has succeeded, so that it can't be added twice.
+                array or scalar, or whatever has `__dlpack__`, of exactly its parameter's shape, with any strides, in
+                host memory or (see `backend`) on a device of torch's. Gradients in a mapping or sequence are only
+                read; a module's are consumed: each `.grad` is set to None once the add has succeeded, so that it can't
+                be added twice.
             weight: What the micro-batch counts for in the divisor, such as its samples or tokens; at least 0.
             scale: What its gradients are multiplied with; the weight by default. Pass 1 for the gradients of a sum
                 loss, `weight / loss_scale` for those of a scaled loss. At 0 they are not read at all.
@@ -119,7 +129,7 @@ class GradientAccumulator:
             GradaccError: What else does not fit: a leaf that requires grad instead of its gradient, a sequence of
                 another length, a `.grad` of a module that lies in memory an earlier window handed over (after
                 `assign_to` and without `optimizer.zero_grad()`), a gradient missing where `on_missing` is "error",
-                memory that is not the host's.
+                another device than the one that the parameter's sums of this window lie on.
         """
         if hasattr(grads, "named_parameters"):
             from .torch.module import add_module
@@ -382,13 +392,16 @@ def _items(params: Table | Iterable[tuple[Id, Any]] | Module) -> Iterable[tuple[
 
 
 def _id(id: Id) -> Id:
-    if isinstance(id, str) or (isinstance(id, int) and not isinstance(id, bool)):
-        return id
+    """The id as a plain str or int: a subclass may compare, hash and print as it likes."""
+    if isinstance(id, str):
+        return str.__str__(id)
+    if isinstance(id, int) and not isinstance(id, bool):
+        return int.__int__(id)
     raise _core.ArgumentError(f"id: expected a str or an int, got {id!r}")
 
 
-def _spec(id: Id, like: Any) -> tuple[list[int], str]:
-    """Shape and dtype of a parameter."""
+def _spec(id: Id, like: Any) -> tuple[list[int], str, str]:
+    """Shape and dtype of a parameter, and where its gradients are expected."""
     try:
         if hasattr(like, "to_local"):  # a DTensor: this process sums the gradients of its own shard
             like = like.to_local()
@@ -398,7 +411,14 @@ def _spec(id: Id, like: Any) -> tuple[list[int], str]:
         raise _core.DtypeError(f"parameter {id}: expected an array or a pair (shape, dtype), got {like!r}") from error
     if any(size < 0 for size in sizes):
         raise _core.ArgumentError(f"parameter {id}: expected sizes of at least 0, got {tuple(sizes)}")
-    return sizes, _dtype_name(dtype)
+    return sizes, _dtype_name(dtype), _device(like)
+
+
+def _device(like: Any) -> str:
+    """Where a torch tensor lies; everything else is taken for the host's, until a gradient comes from elsewhere."""
+    device = getattr(like, "device", None)
+    name = str(device) if type(device).__module__ == "torch" else "cpu"
+    return "cpu" if name == "meta" else name
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Id: TypeAlias = str | int
 
 
-class Gradients(Mapping[Id, _core.Gradient]):
+class Gradients(Mapping[Id, Any]):
     """The gradients of one window: a mapping from id to `Gradient`, of the ids the window saw, in layout order.
 
     Owns its buffers, and shares them with everything it hands out. The division by the weight, `scale_` and `clip_`
@@ -30,7 +30,7 @@ class Gradients(Mapping[Id, _core.Gradient]):
     def __init__(self, core: _core.Gradients) -> None:
         self._core = core
 
-    def __getitem__(self, id: Id) -> _core.Gradient:
+    def __getitem__(self, id: Id) -> Any:
         return self._core[id]
 
     def __iter__(self) -> Iterator[Id]:
@@ -70,7 +70,9 @@ class Gradients(Mapping[Id, _core.Gradient]):
         Raises:
             ArgumentError: `max_norm` is negative or NaN.
         """
-        return self._core.clip_(float(max_norm))
+        norm = self.norm()
+        self._core.clip_(float(max_norm), norm)
+        return norm
 
     def scale_(self, factor: SupportsFloat) -> None:
         """Multiply all gradients with a number.
@@ -98,13 +100,15 @@ class Gradients(Mapping[Id, _core.Gradient]):
 
         return to_jax(self)
 
-    def flat(self) -> list[np.ndarray[Any, Any]]:
-        """Return the flat buffers as 1-D NumPy arrays that alias the memory, one for each dtype of sums.
+    def flat(self) -> list[Any]:
+        """Return the flat buffers as 1-D arrays that alias the memory, one for each dtype of sums and each device.
 
-        More, if parameters were registered within a window. Each parameter lies in row-major order on a 64-byte
-        boundary, in layout order; ids that the window did not see, and the padding between parameters, are zeros.
+        NumPy arrays; and torch tensors, where torch keeps the sums. More, if parameters were registered within a
+        window. Each parameter lies in row-major order on a 64-byte boundary, in layout order; ids that the window did
+        not see, and the padding between parameters, are zeros.
         """
-        return [memory.array() for memory in self._core.flat()]
+        arrays, tensors = self._core.flat()
+        return [memory.array() for memory in arrays] + tensors
 
     def assign_to(self, module: Module) -> None:
         """Put each gradient into `.grad` of the module's parameter of that name, in the parameter's dtype and device.

@@ -4,29 +4,26 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use gradacc::{
-    DType, Error, Goal, Gradient, GradientAccumulator, Lengths, OnMissing, OnNonFinite, ParamId, ParamSpec, Reduction,
-    Schedule, Store, TensorError, Weight, WindowError,
+    Counters, DType, Error, Goal, Gradient, Lengths, OnMissing, OnNonFinite, ParamId, ParamSpec, Reduction, Schedule,
+    Seen, Share, Store, TensorError, Weight, WindowError,
 };
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::batch::Ids;
+use crate::engine::{Engine, Shared};
 use crate::errors;
 use crate::gradients::Gradients;
+use crate::source::Backend;
 use crate::state;
-
-/// Adds of fewer bytes than this keep the GIL. Measured: releasing it and getting it back takes 80 ns, such an add no
-/// more than 2.5 µs.
-const KEEPS_THE_GIL: usize = 1 << 16;
+use crate::store::DeviceStore;
 
 /// The engine's accumulator, and the ids that Python knows its parameters by.
-///
-/// One lock. It is never held while Python code runs, and waited for only without the GIL.
 #[pyclass(frozen, module = "gradacc._core")]
 pub(crate) struct Accumulator {
-    pub(crate) engine: Mutex<GradientAccumulator>,
-    pub(crate) ids: Ids,
+    engine: Shared,
+    ids: Ids,
     /// Held while a parameter is registered here and in the engine, so that both number it alike.
     registering: Mutex<()>,
     /// From the number of a window to its length, where the schedule is a function.
@@ -89,11 +86,13 @@ fn choose<T: Copy>(name: &'static str, options: &[(&str, T)], given: &str) -> Re
 #[pymethods]
 impl Accumulator {
     #[new]
-    #[pyo3(signature = (params, *, every, until_weight, reduction, dtype, on_nonfinite, on_missing, micro_norms))]
+    #[pyo3(signature = (
+        params, *, every, until_weight, reduction, dtype, on_nonfinite, on_missing, micro_norms, backend, device
+    ))]
     #[expect(clippy::too_many_arguments, reason = "one for each of the public constructor's")]
     fn new(
         py: Python<'_>,
-        params: Vec<(Bound<'_, PyAny>, Vec<usize>, String)>,
+        params: Vec<(Bound<'_, PyAny>, Vec<usize>, String, String)>,
         every: Option<Every<'_>>,
         until_weight: Option<f64>,
         reduction: &str,
@@ -101,9 +100,20 @@ impl Accumulator {
         on_nonfinite: &str,
         on_missing: &str,
         micro_norms: bool,
+        backend: &str,
+        device: Option<&str>,
     ) -> PyResult<Self> {
         let build = || {
-            let mut builder = GradientAccumulator::builder()
+            let backends = [("auto", Backend::Auto), ("engine", Backend::Engine), ("torch", Backend::Torch)];
+            let backend = match (choose("backend", &backends, backend)?, device) {
+                (backend, None) => backend,
+                (Backend::Torch, Some(_)) => {
+                    let reason = "expected None where torch keeps the sums, on the device of the gradients";
+                    return Err(Error::Argument { name: "device", reason: reason.into() });
+                }
+                (_, Some(device)) => choose("device", &[("cpu", Backend::Host)], device)?,
+            };
+            let mut builder = gradacc::GradientAccumulator::builder()
                 .schedule(Every::schedule(every.as_ref(), until_weight)?)
                 .reduction(choose("reduction", &[("mean", Reduction::Mean), ("sum", Reduction::Sum)], reduction)?)
                 .on_nonfinite(choose(
@@ -125,22 +135,32 @@ impl Accumulator {
                 let reason = |reason: TensorError| Error::Argument { name: "dtype", reason: reason.to_string() };
                 builder = builder.dtype(dtype.parse().map_err(reason)?);
             }
-            builder.build()
+            let (all_torch, examines) = (backend == Backend::Torch, on_nonfinite == "raise");
+            let engine = builder.build_with(|dtype| DeviceStore::new(dtype, all_torch, examines))?;
+            Ok((engine, backend))
         };
-        let engine = build().map_err(|error| errors::raise(py, error))?;
+        let (engine, backend) = build().map_err(|error| errors::raise(py, error))?;
         let accumulator = Self {
-            engine: Mutex::new(engine),
-            ids: Ids::new(py),
+            engine: Shared::new(engine),
+            ids: Ids::new(py, backend),
             registering: Mutex::default(),
             length_of: Mutex::new(Every::function(every)),
         };
-        for (id, shape, dtype) in params {
-            accumulator.register(py, &id, shape, &dtype)?;
+        for (id, shape, dtype, device) in params {
+            accumulator.register(py, &id, shape, &dtype, &device)?;
         }
         Ok(accumulator)
     }
 
-    fn register(&self, py: Python<'_>, id: &Bound<'_, PyAny>, shape: Vec<usize>, dtype: &str) -> PyResult<()> {
+    /// `device` is where its gradients are expected: its buffer is made for those that are alike.
+    fn register(
+        &self,
+        py: Python<'_>,
+        id: &Bound<'_, PyAny>,
+        shape: Vec<usize>,
+        dtype: &str,
+        device: &str,
+    ) -> PyResult<()> {
         let (ids, numbers) = (self.ids.list.bind(py), self.ids.numbers.bind(py));
         let _registering = self.registering.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
         if numbers.contains(id)? {
@@ -149,6 +169,9 @@ impl Accumulator {
         let name = errors::name(id);
         let number = self.locked(py, |engine| {
             let number = engine.store().layout().len();
+            if !self.ids.is_for_host() {
+                engine.store().expect_next(device);
+            }
             engine.register(spec(number as u64, name, shape, dtype)?)
         })?;
         ids.append(id)?;
@@ -182,12 +205,14 @@ impl Accumulator {
     ) -> PyResult<bool> {
         let py = grads.py();
         let weight = to_weight(weight, scale)?;
-        self.ids.with_views(grads, |views, len_bytes| {
-            let add = |engine: &mut GradientAccumulator| {
+        self.ids.with_tensors(grads, |tensors, len_bytes| {
+            let add = |engine: &mut Engine| {
                 if fresh {
-                    engine.check_fresh(views)?;
+                    engine.check_fresh(tensors)?;
                 }
-                engine.add_batch(views, weight)
+                let added = engine.add_batch(tensors, weight)?;
+                engine.store().keep_report()?;
+                Ok(added)
             };
             self.opening(py, len_bytes, add).map(|added| added.is_complete())
         })
@@ -206,13 +231,17 @@ impl Accumulator {
 
     fn add_part(&self, grads: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = grads.py();
-        self.ids.with_views(grads, |views, len_bytes| {
-            self.run(py, len_bytes, |engine| engine.add_part_batch(views)).map_err(|error| errors::raise(py, error))
+        self.ids.with_tensors(grads, |tensors, len_bytes| {
+            self.engine.run(py, len_bytes, |engine| engine.add_part_batch(tensors))
         })
     }
 
     fn end_micro_batch(&self, py: Python<'_>) -> PyResult<bool> {
-        self.locked(py, |engine| engine.end_micro_batch().map(|added| added.is_complete()))
+        self.locked(py, |engine| {
+            let added = engine.end_micro_batch()?;
+            engine.store().keep_report()?;
+            Ok(added.is_complete())
+        })
     }
 
     fn abandon_micro_batch(&self, py: Python<'_>) -> PyResult<()> {
@@ -223,8 +252,27 @@ impl Accumulator {
     }
 
     fn take(&self, py: Python<'_>) -> PyResult<Gradients> {
-        let gradients = self.locked(py, GradientAccumulator::take)?;
-        Gradients::new(gradients, self.ids.list.bind(py))
+        let taken = self.locked(py, Engine::take)?;
+        Gradients::new(taken, self.ids.list.bind(py))
+    }
+
+    /// What this window adds to one that is spread over several processes: count, weight, how many were rejected, whether
+    /// there are sums, and for each parameter how it was seen.
+    fn share<'py>(&self, py: Python<'py>) -> PyResult<(u64, f64, u64, bool, Bound<'py, PyBytes>)> {
+        let Share { counters, seen } = self.locked(py, |engine| engine.share())?;
+        let Counters { count, weight, rejected, has_sums, .. } = counters;
+        let seen: Vec<u8> = seen.into_iter().map(|seen| seen as u8).collect();
+        Ok((count, weight, rejected, has_sums, PyBytes::new(py, &seen)))
+    }
+
+    fn take_shared(&self, py: Python<'_>, shares: Vec<(u64, f64, u64, bool, Vec<u8>)>) -> PyResult<Gradients> {
+        let shares = shares.into_iter().map(|(count, weight, rejected, has_sums, seen)| {
+            let seen = seen.into_iter().map(|seen| Seen::ALL[usize::from(seen).min(2)]).collect();
+            Share { counters: Counters { goal: None, count, weight, rejected, has_sums }, seen }
+        });
+        let shares: Vec<_> = shares.collect();
+        let taken = self.locked(py, |engine| engine.take_shared(&shares))?;
+        Gradients::new(taken, self.ids.list.bind(py))
     }
 
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
@@ -237,7 +285,7 @@ impl Accumulator {
     /// What this window holds, in memory of its own.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let state = self.locked(py, |engine| {
-            engine.state()?.try_map(|param, sums| Gradient::copy_of(sums, param.dtype, &param.shape))
+            engine.state()?.try_map(|param, sums| Gradient::copy_of(sums.as_ref(), param.dtype, &param.shape))
         })?;
         // Registered meanwhile or not: the state has as many as there were, and numbers never change.
         let ids: Vec<_> = self.ids.list.bind(py).iter().take(state.params.len()).collect();
@@ -309,8 +357,12 @@ impl Accumulator {
 
     #[getter]
     fn last(&self, py: Python<'_>) -> PyResult<Option<Last>> {
-        let last = self.locked(py, |engine| Ok(engine.last()))?;
-        Ok(last.map(|last| Last { finite: last.finite, norm: last.norm }))
+        self.locked(py, |engine| {
+            let Some(last) = engine.last() else { return Ok(None) };
+            let (finite, sum_of_squares) = engine.store().late_report()?;
+            let norm = last.norm.map(|norm| norm.hypot(sum_of_squares.sqrt()));
+            Ok(Some(Last { finite: last.finite && finite, norm }))
+        })
     }
 
     #[getter]
@@ -325,32 +377,13 @@ impl Accumulator {
 }
 
 impl Accumulator {
-    /// Runs the engine with its lock held and without the GIL.
+    /// Runs the engine, and waits for whoever else does.
     fn locked<R: Send>(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&mut GradientAccumulator) -> Result<R, Error> + Send,
+        work: impl FnOnce(&mut Engine) -> Result<R, Error> + Send,
     ) -> PyResult<R> {
-        let result = py.detach(|| {
-            // After a panic, a bug of the engine, the window is what it was left as.
-            work(&mut self.engine.lock().unwrap_or_else(PoisonError::into_inner))
-        });
-        result.map_err(|error| errors::raise(py, error))
-    }
-
-    /// The same, with the GIL for as little as `len_bytes` of gradients are, if nobody has to be waited for.
-    fn run<R: Send>(
-        &self,
-        py: Python<'_>,
-        len_bytes: usize,
-        work: impl FnOnce(&mut GradientAccumulator) -> Result<R, Error> + Send,
-    ) -> Result<R, Error> {
-        if len_bytes < KEEPS_THE_GIL
-            && let Ok(mut engine) = self.engine.try_lock()
-        {
-            return work(&mut engine);
-        }
-        py.detach(|| work(&mut self.engine.lock().unwrap_or_else(PoisonError::into_inner)))
+        self.engine.run(py, usize::MAX, work)
     }
 
     /// Runs what may open a window. Where its length is to be told, asks for it, without a lock, and runs again.
@@ -358,11 +391,11 @@ impl Accumulator {
         &self,
         py: Python<'_>,
         len_bytes: usize,
-        mut work: impl FnMut(&mut GradientAccumulator) -> Result<R, Error> + Send,
+        mut work: impl FnMut(&mut Engine) -> Result<R, Error> + Send,
     ) -> PyResult<R> {
         let mut told = None;
         loop {
-            let result = self.run(py, len_bytes, |engine| {
+            let result = self.engine.enter(py, len_bytes, |engine| {
                 if let Some((window, length)) = told {
                     engine.set_next_length(window, length)?;
                 }
@@ -372,7 +405,7 @@ impl Accumulator {
                 Err(Error::Window(WindowError::NoLength { window })) => {
                     told = self.length(py, window)?.map(|length| (window, length));
                 }
-                result => return result.map_err(|error| errors::raise(py, error)),
+                result => return result.map_err(|error| self.engine.raise(py, error)),
             }
         }
     }

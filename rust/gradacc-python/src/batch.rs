@@ -2,14 +2,15 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use gradacc::{Error, TensorView};
+use gradacc::Error;
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyMapping, PySequence, PyTuple};
 
 use crate::errors;
-use crate::source::Batch;
+use crate::source::{Backend, Batch};
+use crate::store::Tensor;
 use crate::vetting::{Numbers, Vetted, len_bytes};
 
 /// The ids that Python knows parameters by.
@@ -18,6 +19,7 @@ pub(crate) struct Ids {
     pub(crate) list: Py<PyList>,
     /// From id to number in the layout.
     pub(crate) numbers: Py<PyDict>,
+    backend: Backend,
     /// Taken out while it is used, so that no lock is held while Python code runs.
     seen_before: Mutex<SeenBefore>,
 }
@@ -33,17 +35,22 @@ struct SeenBefore {
 }
 
 impl Ids {
-    pub(crate) fn new(py: Python<'_>) -> Self {
+    pub(crate) fn new(py: Python<'_>, backend: Backend) -> Self {
         let (list, numbers) = (PyList::empty(py).unbind(), PyDict::new(py).unbind());
-        Self { list, numbers, seen_before: Mutex::default() }
+        Self { list, numbers, backend, seen_before: Mutex::default() }
     }
 
-    /// Looks at gradients, and calls `work` with views of them by number and with the bytes they have. They stay alive
-    /// until it returns.
-    pub(crate) fn with_views<R>(
+    /// Whether all sums are the engine's, in host memory.
+    pub(crate) fn is_for_host(&self) -> bool {
+        matches!(self.backend, Backend::Engine | Backend::Host)
+    }
+
+    /// Looks at gradients, and calls `work` with them by number and with the bytes they have. They stay alive until it
+    /// returns.
+    pub(crate) fn with_tensors<R>(
         &self,
         grads: &Bound<'_, PyAny>,
-        work: impl FnOnce(&mut [(usize, TensorView<'_>)], usize) -> PyResult<R>,
+        work: impl FnOnce(&mut [(usize, Tensor<'_>)], usize) -> PyResult<R>,
     ) -> PyResult<R> {
         let lock = || self.seen_before.lock().unwrap_or_else(PoisonError::into_inner);
         let mut seen_before = std::mem::take(&mut *lock());
@@ -57,7 +64,7 @@ impl Ids {
         &self,
         grads: &Bound<'_, PyAny>,
         seen_before: &mut SeenBefore,
-        work: impl FnOnce(&mut [(usize, TensorView<'_>)], usize) -> PyResult<R>,
+        work: impl FnOnce(&mut [(usize, Tensor<'_>)], usize) -> PyResult<R>,
     ) -> PyResult<R> {
         let py = grads.py();
         let (tensors, numbers) = self.numbered(grads, &mut seen_before.keys)?;
@@ -66,18 +73,20 @@ impl Ids {
         {
             seen_before.misses = 0;
             let len_bytes = vetted.len_bytes();
-            return work(vetted.views(), len_bytes);
+            return work(vetted.tensors(), len_bytes);
         }
-        let mut batch = Batch::with_capacity(numbers.len());
+        let mut batch = Batch::with_capacity(numbers.len(), self.backend);
         for (tensor, number) in tensors.iter().zip(numbers.iter()) {
             batch.push(number, &tensor, &self.list.bind(py).get_item(number)?)?;
         }
+        let mut batch = batch.look()?;
+        let len_bytes = len_bytes(batch.tensors());
+        let result = work(batch.tensors(), len_bytes);
         seen_before.misses = seen_before.misses.saturating_add(1);
         if seen_before.misses.is_power_of_two() {
-            seen_before.vetted = Vetted::new(&tensors, &numbers, batch.views());
+            seen_before.vetted = Vetted::new(&tensors, &numbers, batch.tensors());
         }
-        let len_bytes = len_bytes(batch.views());
-        work(batch.views(), len_bytes)
+        result
     }
 
     /// The tensors of a mapping or a sequence, without those that are None, and their numbers. `keys` are those of the
@@ -101,8 +110,9 @@ impl Ids {
                 tensors.iter().enumerate().filter(|(_, tensor)| !tensor.is_none()).unzip();
             return Ok((PyTuple::new(py, present)?, Numbers::Some(numbers)));
         }
-        let len = grads.len().unwrap_or(0);
-        let (mut tensors, mut numbers) = (Vec::with_capacity(len), Vec::with_capacity(len));
+        // No more than there are parameters, whatever length an object claims to have.
+        let capacity = self.list.bind(py).len();
+        let (mut tensors, mut numbers) = (Vec::with_capacity(capacity), Vec::with_capacity(capacity));
         let mut push = |id: &Bound<'py, PyAny>, place: usize, tensor: Bound<'py, PyAny>| -> PyResult<()> {
             let number = match keys.get(place) {
                 Some((key, number)) if key.is(id) || key.bind(py).eq(id)? => *number,

@@ -8,14 +8,21 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
+use crate::store::Taken;
 use crate::{capsule, errors};
 
 /// The gradients of one window, by ids.
 #[pyclass(frozen, module = "gradacc._core")]
 pub(crate) struct Gradients {
     engine: RwLock<gradacc::Gradients>,
+    /// `gradacc.torch.store.Sums`, of those that are torch's.
+    torch: Option<Py<PyAny>>,
     /// Ids the window saw, in layout order, each with its number.
     numbers: Py<PyDict>,
+    /// Numbers of those that are torch's, ascending.
+    of_torch: Vec<usize>,
+    /// Which of the engine's buffers are of use to anybody.
+    is_used: Vec<bool>,
     /// Every id the accumulator knew.
     known: Py<PyList>,
     count: u64,
@@ -24,20 +31,36 @@ pub(crate) struct Gradients {
 }
 
 impl Gradients {
-    pub(crate) fn new(engine: gradacc::Gradients, ids: &Bound<'_, PyList>) -> PyResult<Self> {
+    pub(crate) fn new(taken: Taken, ids: &Bound<'_, PyList>) -> PyResult<Self> {
         let py = ids.py();
         let numbers = PyDict::new(py);
-        for &number in engine.params() {
+        for &(number, _) in &taken.seen {
             numbers.set_item(ids.get_item(number)?, number)?;
         }
+        let engine = taken.host;
         Ok(Self {
+            torch: taken.torch,
             numbers: numbers.unbind(),
+            of_torch: taken.seen.into_iter().filter(|&(_, is_torch)| is_torch).map(|(number, _)| number).collect(),
+            is_used: taken.is_used,
             known: ids.get_slice(0, engine.layout().len()).unbind(),
             count: engine.count(),
             weight: engine.weight(),
             rejected: engine.rejected(),
             engine: RwLock::new(engine),
         })
+    }
+
+    /// The flat buffers that are of use, of those that the engine has.
+    fn used(&self, flat: Vec<gradacc::Gradient>) -> impl Iterator<Item = Memory> {
+        flat.into_iter().zip(&self.is_used).filter(|&(_, &is_used)| is_used).map(|(flat, _)| Memory(flat))
+    }
+
+    fn multiply_torch(&self, py: Python<'_>, factor: f64) -> PyResult<()> {
+        if let Some(torch) = &self.torch {
+            torch.call_method1(py, intern!(py, "multiply"), (factor,))?;
+        }
+        Ok(())
     }
 
     /// Reads without the GIL.
@@ -96,31 +119,56 @@ impl Gradients {
         self.numbers.bind(id.py()).contains(id)
     }
 
-    fn __getitem__(slf: &Bound<'_, Self>, id: &Bound<'_, PyAny>) -> PyResult<Gradient> {
-        let py = slf.py();
-        let number = slf.get().numbers.bind(py).get_item(id)?;
+    fn __getitem__<'py>(slf: &Bound<'py, Self>, id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, this) = (slf.py(), slf.get());
+        let number = this.numbers.bind(py).get_item(id)?;
         let number: usize = number.ok_or_else(|| PyKeyError::new_err(id.clone().unbind()))?.extract()?;
-        let (shape, dtype) = slf.get().read(py, |gradients| {
+        if let Some(torch) = this.torch.as_ref().filter(|_| this.of_torch.binary_search(&number).is_ok()) {
+            return torch.bind(py).call_method1(intern!(py, "at"), (number,));
+        }
+        let (shape, dtype) = this.read(py, |gradients| {
             let layout = gradients.layout();
             Ok((layout.spec(number).shape.to_vec(), layout.sums_dtype(number)))
         })?;
-        Ok(Gradient { gradients: slf.clone().unbind(), number, shape, dtype })
+        let gradient = Gradient { gradients: slf.clone().unbind(), number, shape, dtype };
+        Ok(gradient.into_pyobject(py)?.into_any())
     }
 
     fn norm(&self, py: Python<'_>) -> PyResult<f64> {
-        self.read(py, gradacc::Gradients::norm)
+        let of_engine = self.read(py, gradacc::Gradients::norm)?;
+        match &self.torch {
+            Some(torch) => Ok(of_engine.hypot(torch.call_method0(py, intern!(py, "norm"))?.extract(py)?)),
+            None => Ok(of_engine),
+        }
     }
 
-    fn clip_(&self, py: Python<'_>, max_norm: f64) -> PyResult<f64> {
-        self.write(py, |gradients| gradients.clip(max_norm))
+    /// Clips as a part of gradients whose norm is `norm`.
+    fn clip_(&self, py: Python<'_>, max_norm: f64, norm: f64) -> PyResult<()> {
+        let factor = self.write(py, |gradients| gradients.clip_as_part(max_norm, norm))?;
+        if factor == 1.0 { Ok(()) } else { self.multiply_torch(py, factor) }
     }
 
     fn scale_(&self, py: Python<'_>, factor: f64) -> PyResult<()> {
-        self.write(py, |gradients| gradients.scale(factor))
+        self.write(py, |gradients| gradients.scale(factor))?;
+        self.multiply_torch(py, factor)
     }
 
-    fn flat(&self, py: Python<'_>) -> PyResult<Vec<Memory>> {
-        Ok(self.read(py, gradacc::Gradients::flat)?.into_iter().map(Memory).collect())
+    /// The flat buffers: the engine's, and torch's.
+    fn flat<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Memory>, Vec<Bound<'py, PyAny>>)> {
+        let of_torch = match &self.torch {
+            Some(torch) => torch.bind(py).call_method0(intern!(py, "flat"))?.extract()?,
+            None => Vec::new(),
+        };
+        Ok((self.used(self.read(py, gradacc::Gradients::flat)?).collect(), of_torch))
+    }
+
+    /// The same as they are before anything is applied.
+    fn sums<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Memory>, Vec<Bound<'py, PyAny>>)> {
+        let of_torch = match &self.torch {
+            Some(torch) => torch.bind(py).call_method0(intern!(py, "sums"))?.extract()?,
+            None => Vec::new(),
+        };
+        Ok((self.used(self.read(py, gradacc::Gradients::sums)?).collect(), of_torch))
     }
 }
 

@@ -7,6 +7,8 @@ mod accumulator;
 mod batch;
 mod capsule;
 #[deny(unsafe_code)]
+mod engine;
+#[deny(unsafe_code)]
 mod errors;
 #[deny(unsafe_code)]
 mod gradients;
@@ -18,6 +20,8 @@ mod source;
 mod sparse;
 #[deny(unsafe_code)]
 mod state;
+#[deny(unsafe_code)]
+mod store;
 mod vetting;
 
 use pyo3::prelude::*;

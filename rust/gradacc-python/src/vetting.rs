@@ -10,11 +10,12 @@
 
 use std::ffi::{CStr, c_void};
 
-use gradacc::TensorView;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyList, PyString, PyTuple};
 use pyo3::{ffi, intern};
+
+use crate::store::Tensor;
 
 /// Fewer tensors than this are looked at one by one: that is quick enough.
 const WORTH_VETTING: usize = 32;
@@ -44,8 +45,8 @@ impl Numbers {
 }
 
 /// Bytes of all gradients.
-pub(crate) fn len_bytes(views: &[(usize, TensorView<'_>)]) -> usize {
-    views.iter().map(|(_, view)| view.len() * view.dtype().len_bytes()).sum()
+pub(crate) fn len_bytes(tensors: &[(usize, Tensor<'_>)]) -> usize {
+    tensors.iter().map(|(_, tensor)| tensor.len_bytes()).sum()
 }
 
 /// A list of tensors to compare others with.
@@ -53,8 +54,8 @@ pub(crate) struct Vetted {
     /// `TensorGuards.check` of torch.
     check: Py<PyAny>,
     numbers: Numbers,
-    /// In ascending order. Their memory may be gone.
-    views: Vec<(usize, TensorView<'static>)>,
+    /// In ascending order, all in host memory, which may be gone.
+    tensors: Vec<(usize, Tensor<'static>)>,
     len_bytes: usize,
 }
 
@@ -63,13 +64,16 @@ impl Vetted {
     pub(crate) fn new(
         tensors: &Bound<'_, PyTuple>,
         numbers: &Numbers,
-        views: &[(usize, TensorView<'static>)],
+        looked_at: &[(usize, Tensor<'static>)],
     ) -> Option<Self> {
         // In another order the engine would sort the views away from the tensors.
         if tensors.len() < WORTH_VETTING || !numbers.iter().is_sorted() {
             return None;
         }
         let torch = Torch::get(tensors.py())?;
+        if looked_at.iter().any(|(_, tensor)| matches!(tensor, Tensor::Torch(_))) {
+            return None;
+        }
         // One that is not looked at as it is must not be the model of others.
         let is_plain =
             |tensor: Bound<'_, PyAny>| tensor.get_type().is(&torch.tensor) && is_plain(&tensor).unwrap_or(false);
@@ -77,10 +81,10 @@ impl Vetted {
             return None;
         }
         let check = torch.guard(tensors).ok()?.unbind();
-        Some(Self { check, numbers: numbers.clone(), views: views.to_vec(), len_bytes: len_bytes(views) })
+        Some(Self { check, numbers: numbers.clone(), tensors: looked_at.to_vec(), len_bytes: len_bytes(looked_at) })
     }
 
-    /// Whether tensors are all alike those remembered, and gradients of the same parameters. Then `views` are theirs,
+    /// Whether tensors are all alike those remembered, and gradients of the same parameters. Then `tensors` are they,
     /// for as long as the tuple is there.
     pub(crate) fn admit(&mut self, tensors: &Bound<'_, PyTuple>, numbers: &Numbers) -> bool {
         let py = tensors.py();
@@ -88,7 +92,8 @@ impl Vetted {
         let Some(torch) = Torch::get(py).filter(|_| self.numbers == *numbers && passes().unwrap_or(false)) else {
             return false;
         };
-        for ((_, view), tensor) in self.views.iter_mut().zip(tensors.iter_borrowed()) {
+        for ((_, looked_at), tensor) in self.tensors.iter_mut().zip(tensors.iter_borrowed()) {
+            let Tensor::Host(view) = looked_at else { return false };
             // SAFETY: the guard found it to be a torch tensor, which this function of torch is for, in host memory and
             // with the sizes and strides of the one it is alike to. The tuple keeps it alive.
             unsafe { view.set_data((torch.data_of)(tensor.as_ptr())) };
@@ -100,8 +105,8 @@ impl Vetted {
         self.len_bytes
     }
 
-    pub(crate) fn views(&mut self) -> &mut [(usize, TensorView<'static>)] {
-        &mut self.views
+    pub(crate) fn tensors(&mut self) -> &mut [(usize, Tensor<'static>)] {
+        &mut self.tensors
     }
 }
 

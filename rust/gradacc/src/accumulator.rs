@@ -6,9 +6,9 @@ use crate::gradients::HasGradients;
 use crate::micro_batch::Parts;
 use crate::param::ParamSpec;
 use crate::schedule::{Goal, Schedule, at_least_1};
-use crate::store::{Closing, FlatStore, Store};
+use crate::store::{FlatStore, Store};
 use crate::view::TensorView;
-use crate::window::{Counters, Seen, Weight, Window};
+use crate::window::{Share, Weight, Window};
 
 /// What is known of the last micro-batch that was not refused.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,19 +82,6 @@ impl GradientAccumulator {
         self.add_batch(&mut batch, weight)
     }
 
-    /// Refuses gradients that lie in memory which an earlier window has handed over. To a trainer that keeps gradients in
-    /// one place and adds to them, that happens if they were not cleared after the optimizer's step: they would count
-    /// twice.
-    ///
-    /// # Errors
-    /// [`TensorError::HandedOver`](crate::TensorError::HandedOver) for the first such gradient.
-    pub fn check_fresh(&self, batch: &[(usize, TensorView<'_>)]) -> Result<()> {
-        match batch.iter().find(|(_, gradient)| self.store.has_handed_over(gradient)) {
-            Some(&(param, _)) => Err(TensorError::HandedOver.of(self.name(param))),
-            None => Ok(()),
-        }
-    }
-
     /// Gradients by their parameters' numbers in the layout.
     pub(crate) fn numbered<'a, G: HasGradients + ?Sized>(
         &self,
@@ -116,6 +103,19 @@ impl GradientAccumulator {
 impl<S: Store> GradientAccumulator<S> {
     pub(crate) fn new(schedule: Schedule, store: S, policy: Policy) -> Self {
         Self { window: Window::first(schedule), store, policy, last: None, parts: None }
+    }
+
+    /// Refuses gradients that lie in memory which an earlier window has handed over. To a trainer that keeps gradients in
+    /// one place and adds to them, that happens if they were not cleared after the optimizer's step: they would count
+    /// twice.
+    ///
+    /// # Errors
+    /// [`TensorError::HandedOver`](crate::TensorError::HandedOver) for the first such gradient.
+    pub fn check_fresh(&self, batch: &[(usize, S::Tensor<'_>)]) -> Result<()> {
+        match batch.iter().find(|(_, gradient)| self.store.has_handed_over(gradient)) {
+            Some(&(param, _)) => Err(TensorError::HandedOver.of(self.name(param))),
+            None => Ok(()),
+        }
     }
 
     /// Adds one micro-batch whose gradients go by their parameters' numbers in the layout. They are sorted by them.
@@ -200,20 +200,28 @@ impl<S: Store> GradientAccumulator<S> {
     /// [`Error::Window`] if the window is empty or broken, a micro-batch is coming in parts, or a mean is asked for and its
     /// weight is 0 though something was added. The window is kept then.
     pub fn take(&mut self) -> Result<S::Taken> {
+        let share = self.share()?;
+        self.take_shared(&[share])
+    }
+
+    /// What this window adds to one that is spread over several accumulators, such as those of several processes.
+    ///
+    /// # Errors
+    /// [`Error::Window`] if the window is broken or a micro-batch is coming in parts. It may be empty.
+    pub fn share(&self) -> Result<Share> {
         self.check_no_parts()?;
-        let divisor = self.window.divisor(self.policy.reduction)?;
-        let Counters { count, weight, rejected, .. } = self.window.counters();
-        let numbered = self.window.seen().iter().enumerate();
-        let closing = Closing {
-            seen: numbered
-                .filter(|&(_, &seen)| seen != Seen::Never)
-                .map(|(i, &seen)| (i, seen == Seen::Written))
-                .collect(),
-            divisor,
-            count,
-            weight,
-            rejected,
-        };
+        self.window.share()
+    }
+
+    /// Closes the window as a part of one that is spread over several accumulators: with the weight, the counts and the
+    /// parameters of all of them, whose `shares` include this one's own. The sums are only this accumulator's, zero for
+    /// parameters that others saw: it is the caller's part to add up those of all.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take), of the whole; and [`Error::Argument`] if a share is of other parameters.
+    pub fn take_shared(&mut self, shares: &[Share]) -> Result<S::Taken> {
+        self.check_no_parts()?;
+        let closing = self.window.close(shares, self.policy.reduction)?;
         let taken = self.store.take(closing)?;
         self.window.advance();
         Ok(taken)

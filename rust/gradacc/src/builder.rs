@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::kernels;
 use crate::param::{ParamId, ParamSpec};
 use crate::schedule::Schedule;
-use crate::store::FlatStore;
+use crate::store::{FlatStore, Store};
 use crate::window::Reduction;
 
 /// What becomes of a micro-batch whose gradients hold NaN or infinity.
@@ -111,6 +111,15 @@ impl Builder {
     /// If an id is registered twice, a parameter can't be summed in the dtype asked for, `every` is 0, or an
     /// environment variable of this crate is wrong.
     pub fn build(self) -> Result<GradientAccumulator> {
+        self.build_with(FlatStore::new)
+    }
+
+    /// The accumulator, with its sums in another store, which is made for the dtype that all sums are to be kept in, if
+    /// one was asked for.
+    ///
+    /// # Errors
+    /// As for [`build`](Self::build).
+    pub fn build_with<S: Store>(self, store: impl FnOnce(Option<DType>) -> S) -> Result<GradientAccumulator<S>> {
         let schedule = self.every.map_or(Ok(self.schedule), Schedule::every)?;
         if let Some(dtype) = self.dtype.filter(|dtype| dtype.is_complex()) {
             let reason = format!("expected a real dtype, for complex numbers that of their components, got {dtype}");
@@ -118,7 +127,7 @@ impl Builder {
         }
         kernels::simd_level()?;
         kernels::num_threads()?;
-        let mut accumulator = GradientAccumulator::new(schedule, FlatStore::new(self.dtype), self.policy);
+        let mut accumulator = GradientAccumulator::new(schedule, store(self.dtype), self.policy);
         for spec in self.params {
             accumulator.register(spec)?;
         }

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use bytemuck::Pod;
 use half::{bf16, f16};
 
-use crate::error::TensorError;
+use crate::error::{Error, Result, TensorError};
 
 /// The type of a tensor's elements, by its name in NumPy and PyTorch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -94,6 +94,17 @@ impl DType {
     /// Whether a buffer of this real dtype takes the components of another: a 16-bit one its own, the others all.
     pub fn takes(self, gradient: Self) -> bool {
         self == gradient || matches!(self, Self::F32 | Self::F64)
+    }
+
+    /// Whether gradients may be multiplied with a scale on their way into a buffer of this dtype, to which it is rounded.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) if it exceeds the range of float32, unless this is float64.
+    pub fn check_scale(self, scale: f64) -> Result<()> {
+        if self != Self::F64 && !(scale as f32).is_finite() {
+            return Err(Error::argument("scale", format!("{scale} exceeds the largest number of float32")));
+        }
+        Ok(())
     }
 
     /// The dtypes of gradients that a buffer of this dtype takes, for messages.

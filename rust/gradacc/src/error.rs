@@ -83,6 +83,12 @@ pub enum Error {
         /// What the system said.
         reason: String,
     },
+    /// A store that is not of this crate failed, for a reason of its own.
+    #[error("{reason}")]
+    Store {
+        /// What it said.
+        reason: String,
+    },
     /// The operating system gave no memory for a buffer.
     #[error("no memory for a buffer of {len_bytes} bytes: {reason}")]
     Memory {
@@ -125,6 +131,14 @@ pub enum TensorError {
     Device {
         /// DLPack's number of the device type.
         device_type: i32,
+    },
+    /// The parameter's sums lie on another device in this window.
+    #[error("expected a gradient on {expected}, where this window's sums of it lie, got one on {got}")]
+    OtherDevice {
+        /// Where its sums lie.
+        expected: String,
+        /// Where the gradient lies.
+        got: String,
     },
     /// The tensor lies in the buffer it is to be added to.
     #[error("expected a gradient in memory of its own, got one that lies in a buffer its sums are kept in")]

@@ -173,15 +173,25 @@ impl Gradients {
     /// # Errors
     /// [`Error::Argument`] if `max_norm` is negative or NaN.
     pub fn clip(&mut self, max_norm: f64) -> Result<f64> {
-        if max_norm.is_nan() || max_norm < 0.0 {
-            return Err(Error::argument("max_norm", format!("expected a number of at least 0, got {max_norm}")));
-        }
+        check_max_norm(max_norm)?;
         let norm = self.norm()?;
+        self.clip_as_part(max_norm, norm)?;
+        Ok(norm)
+    }
+
+    /// Scales these gradients as [`clip`](Self::clip) would if they were a part of some whose norm is `norm`: of those of
+    /// several devices or processes. Returns the factor.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn clip_as_part(&mut self, max_norm: f64, norm: f64) -> Result<f64> {
+        check_max_norm(max_norm)?;
         let coefficient = max_norm / (norm + 1e-6);
         if coefficient < 1.0 || coefficient.is_nan() {
             self.multiply(coefficient);
+            return Ok(coefficient);
         }
-        Ok(norm)
+        Ok(1.0)
     }
 
     /// Multiplies all gradients with `factor`. Gradients handed out before keep their values.
@@ -241,13 +251,20 @@ impl Gradients {
     /// # Errors
     /// As for [`get`](Self::get).
     pub fn flat(&self) -> Result<Vec<Gradient>> {
-        let whole = |(index, buffer): (usize, &Arc<Lease>)| {
-            buffer.expose_padding();
-            let slot = Slot { buffer: index, offset: 0, len: buffer.len() };
-            let shape = Shape::from_slice(&[slot.len]);
-            Gradient { buffer: Arc::clone(buffer), slot, shape, dtype: buffer.dtype() }
-        };
-        Ok(self.settled()?.iter().enumerate().map(whole).collect())
+        Ok(flat(self.settled()?))
+    }
+
+    /// The flat buffers as [`flat`](Self::flat) has them, but for the division by the weight and everything else that is
+    /// still to be applied, so that the sums of several accumulators can be added up in place. What lies in them outside
+    /// of these gradients is not zero.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if a gradient has been handed out, with everything applied.
+    pub fn sums(&self) -> Result<Vec<Gradient>> {
+        match self.lock().as_ref() {
+            Some(pending) => Ok(flat(&pending.buffers)),
+            None => Err(Error::argument("sums", "the gradients have been handed out, and are no sums any more")),
+        }
     }
 
     /// The buffers with everything applied. Applies it, if that has not been done.
@@ -321,6 +338,23 @@ impl Gradients {
         // that goes on after a bug of this crate.
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn flat(buffers: &[Arc<Lease>]) -> Vec<Gradient> {
+    let whole = |(index, buffer): (usize, &Arc<Lease>)| {
+        buffer.expose_padding();
+        let slot = Slot { buffer: index, offset: 0, len: buffer.len() };
+        let shape = Shape::from_slice(&[slot.len]);
+        Gradient { buffer: Arc::clone(buffer), slot, shape, dtype: buffer.dtype() }
+    };
+    buffers.iter().enumerate().map(whole).collect()
+}
+
+fn check_max_norm(max_norm: f64) -> Result<()> {
+    if max_norm.is_nan() || max_norm < 0.0 {
+        return Err(Error::argument("max_norm", format!("expected a number of at least 0, got {max_norm}")));
+    }
+    Ok(())
 }
 
 /// One gradient that was handed over, or one flat buffer. Shares the memory, and keeps it alive.

@@ -48,4 +48,4 @@ pub use schedule::{Goal, Lengths, Schedule};
 pub use state::{ParamState, State};
 pub use store::{Closing, FlatStore, Report, Store};
 pub use view::TensorView;
-pub use window::{Counters, Reduction, Seen, Weight};
+pub use window::{Counters, Reduction, Seen, Share, Weight};

@@ -108,6 +108,26 @@ impl Layout {
         sums.expect("a parameter lies in a buffer that takes it")
     }
 
+    /// Whether a gradient of this shape and dtype can be added to a parameter. Panics if there is no such parameter.
+    ///
+    /// # Errors
+    /// [`TensorError::Shape`] or [`TensorError::Dtype`] of the parameter.
+    pub fn check(&self, index: usize, shape: &[usize], dtype: DType) -> Result<()> {
+        let spec = &self.params[index];
+        // Compared one by one: most shapes are too short to be worth a call of memcmp.
+        if !shape.iter().eq(&spec.shape) {
+            let (expected, got) = (spec.shape.as_slice().into(), shape.into());
+            return Err(TensorError::Shape { expected, got }.of(&spec.name));
+        }
+        let sums = self.buffers[self.slots[index].buffer].dtype;
+        let is_complex = spec.dtype.is_complex();
+        if is_complex != dtype.is_complex() || !sums.takes(dtype.component()) {
+            let (accepted, got) = (sums.accepted(is_complex), dtype.to_string());
+            return Err(TensorError::Dtype { accepted, got }.of(&spec.name));
+        }
+        Ok(())
+    }
+
     /// The flat buffers.
     pub fn buffers(&self) -> &[BufferSpec] {
         &self.buffers

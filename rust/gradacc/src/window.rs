@@ -4,6 +4,7 @@ use std::num::NonZeroU64;
 
 use crate::error::{Error, Result, WindowError};
 use crate::schedule::{Goal, Schedule};
+use crate::store::Closing;
 
 /// What a micro-batch counts for, and what its gradients are multiplied with.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -63,7 +64,7 @@ pub enum Reduction {
 }
 
 /// What is known of one parameter in a window.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Seen {
     /// No micro-batch had it.
     #[default]
@@ -87,6 +88,33 @@ pub struct Counters {
     pub rejected: u64,
     /// Whether any micro-batch had a scale other than 0.
     pub has_sums: bool,
+}
+
+impl Counters {
+    /// What the sums are to be divided by, if a window that counts this may be closed.
+    fn divisor(&self, reduction: Reduction) -> Result<f64> {
+        let &Self { count, weight, rejected, has_sums, .. } = self;
+        match reduction {
+            _ if count == 0 => Err(WindowError::Empty { rejected }.into()),
+            _ if !weight.is_finite() => {
+                Err(Error::argument("weight", "the weight of the window exceeds the largest number"))
+            }
+            Reduction::Sum => Ok(1.0),
+            Reduction::Mean if weight > 0.0 => Ok(weight),
+            // All was masked: zeros, whatever they are divided by.
+            Reduction::Mean if !has_sums => Ok(1.0),
+            Reduction::Mean => Err(WindowError::NoWeight.into()),
+        }
+    }
+}
+
+/// What one accumulator adds to a window that is spread over several.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Share {
+    /// What it counts.
+    pub counters: Counters,
+    /// How it has seen each parameter, by number.
+    pub seen: Vec<Seen>,
 }
 
 /// A window and its place in the schedule.
@@ -177,18 +205,36 @@ impl Window {
         if self.is_broken { Err(WindowError::Broken) } else { Ok(()) }
     }
 
-    /// What the sums are to be divided by, if the window may be closed.
-    pub(crate) fn divisor(&self, reduction: Reduction) -> Result<f64, WindowError> {
+    /// What this window adds to one that is spread over several accumulators.
+    pub(crate) fn share(&self) -> Result<Share> {
         self.check_whole()?;
-        let Counters { count, weight, rejected, has_sums, .. } = self.counters;
-        match reduction {
-            _ if count == 0 => Err(WindowError::Empty { rejected }),
-            Reduction::Sum => Ok(1.0),
-            Reduction::Mean if weight > 0.0 => Ok(weight),
-            // All was masked: zeros, whatever they are divided by.
-            Reduction::Mean if !has_sums => Ok(1.0),
-            Reduction::Mean => Err(WindowError::NoWeight),
+        Ok(Share { counters: self.counters, seen: self.seen.clone() })
+    }
+
+    /// What the sums of this window are handed over with, as a part of all that is shared.
+    pub(crate) fn close(&self, shares: &[Share], reduction: Reduction) -> Result<Closing> {
+        self.check_whole()?;
+        let mut all = Counters::default();
+        let mut seen = vec![Seen::Never; self.seen.len()];
+        for share in shares {
+            if share.seen.len() != seen.len() {
+                let reason = format!("expected {} parameters, got one of {}", seen.len(), share.seen.len());
+                return Err(Error::argument("shares", reason));
+            }
+            all.count += share.counters.count;
+            all.weight += share.counters.weight;
+            all.rejected += share.counters.rejected;
+            all.has_sums |= share.counters.has_sums;
+            seen.iter_mut().zip(&share.seen).for_each(|(of_all, &one)| *of_all = (*of_all).max(one));
         }
+        let seen = (0..).zip(seen).filter(|&(_, of_all)| of_all != Seen::Never);
+        Ok(Closing {
+            seen: seen.map(|(param, _)| (param, self.seen[param] == Seen::Written)).collect(),
+            divisor: all.divisor(reduction)?,
+            count: all.count,
+            weight: all.weight,
+            rejected: all.rejected,
+        })
     }
 
     /// Opens the next window.
@@ -301,29 +347,57 @@ mod tests {
         }
     }
 
+    fn divisor(window: &Window, reduction: Reduction) -> Result<f64> {
+        Ok(window.close(&[window.share()?], reduction)?.divisor)
+    }
+
     #[test]
     fn the_divisor_is_the_weight_of_what_was_counted() {
         let mut window = window(Schedule::Open);
         window.reject(Goal::Open);
-        assert_eq!(window.divisor(Reduction::Mean), Err(WindowError::Empty { rejected: 1 }));
+        assert_eq!(divisor(&window, Reduction::Mean), Err(WindowError::Empty { rejected: 1 }.into()));
         add(&mut window, weight(0.0, 0.0), &[1]);
-        assert_eq!(window.divisor(Reduction::Mean), Ok(1.0));
+        assert_eq!(divisor(&window, Reduction::Mean), Ok(1.0));
         add(&mut window, weight(0.0, 2.0), &[0]);
-        assert_eq!(window.divisor(Reduction::Mean), Err(WindowError::NoWeight));
-        assert_eq!(window.divisor(Reduction::Sum), Ok(1.0));
+        assert_eq!(divisor(&window, Reduction::Mean), Err(WindowError::NoWeight.into()));
+        assert_eq!(divisor(&window, Reduction::Sum), Ok(1.0));
         add(&mut window, weight(2.5, 2.5), &[]);
-        assert_eq!(window.divisor(Reduction::Mean), Ok(2.5));
+        assert_eq!(divisor(&window, Reduction::Mean), Ok(2.5));
     }
 
     #[test]
     fn a_broken_window_is_good_for_nothing_but_a_reset() {
         let mut window = window(Schedule::Open);
         add(&mut window, Weight::ONE, &[]);
+        let share = window.share().unwrap();
         window.break_off();
-        assert_eq!(window.divisor(Reduction::Sum), Err(WindowError::Broken));
+        assert_eq!(window.share(), Err(WindowError::Broken.into()));
+        assert_eq!(window.close(&[share], Reduction::Sum), Err(WindowError::Broken.into()));
         assert_eq!(window.admit(Weight::ONE), Err(WindowError::Broken.into()));
         window.reset();
         assert!(window.admit(Weight::ONE).is_ok());
+    }
+
+    #[test]
+    fn a_window_that_is_spread_over_several_is_closed_as_one() {
+        let [mut here, mut there] = [window(Schedule::Open), window(Schedule::Open)];
+        let idle = window(Schedule::Open).share().unwrap();
+        add(&mut here, weight(1.0, 1.0), &[0]);
+        add(&mut there, weight(0.0, 3.0), &[1]);
+        add(&mut there, weight(4.0, 0.0), &[0]);
+        there.reject(Goal::Open);
+        let shares = [here.share().unwrap(), idle.clone(), there.share().unwrap()];
+        let closing = |seen: [(usize, bool); 2]| {
+            let (divisor, count, weight, rejected) = (5.0, 3, 5.0, 1);
+            Ok(Closing { seen: seen.into(), divisor, count, weight, rejected })
+        };
+        assert_eq!(here.close(&shares, Reduction::Mean), closing([(0, true), (1, false)]));
+        assert_eq!(there.close(&shares, Reduction::Mean), closing([(0, false), (1, true)]));
+        // A mean over weight 0 is none of one part alone.
+        assert_eq!(here.close(&[shares[2].clone()], Reduction::Mean).unwrap().divisor, 4.0);
+        assert_eq!(here.close(&[idle], Reduction::Mean), Err(WindowError::Empty { rejected: 0 }.into()));
+        let other = Share { counters: Counters::default(), seen: vec![Seen::Never] };
+        assert!(matches!(here.close(&[other], Reduction::Mean), Err(Error::Argument { name: "shares", .. })));
     }
 
     #[test]

@@ -181,7 +181,8 @@ pub(crate) fn refuse(reason: impl Into<String>) -> Error {
 }
 
 impl Seen {
-    const ALL: [Self; 3] = [Self::Never, Self::Masked, Self::Written];
+    /// All of them, as they are numbered.
+    pub const ALL: [Self; 3] = [Self::Never, Self::Masked, Self::Written];
 
     /// What a state calls it: "never", "masked" or "written".
     pub fn name(self) -> &'static str {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{Closing, Report, Store};
 use crate::buffer::{Lease, Pool, overlap};
 use crate::dtype::DType;
-use crate::error::{Error, Result, TensorError};
+use crate::error::{Result, TensorError};
 use crate::gradients::Gradients;
 use crate::kernels::{self, Job};
 use crate::param::{Layout, ParamSpec};
@@ -35,9 +35,55 @@ impl FlatStore {
         self.pool.mapped()
     }
 
-    /// Whether a tensor lies in memory that was handed over and that somebody still holds.
-    pub(crate) fn has_handed_over(&self, tensor: &TensorView<'_>) -> bool {
-        self.pool.has_lent(&tensor.span())
+    /// [`Store::examine`] of gradients that a batch holds among others. Places are counted among these.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn examine_views<'a>(&self, views: impl Iterator<Item = &'a TensorView<'a>>, norm: bool) -> Result<Report> {
+        kernels::examine(&views.collect::<Vec<_>>(), norm)
+    }
+
+    /// [`Store::add`] of gradients that a batch holds among others. Places are counted among these.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn add_views<'a>(
+        &mut self,
+        batch: impl Iterator<Item = (usize, &'a TensorView<'a>)> + Clone,
+        scale: f64,
+        seen: &[Seen],
+        norm: bool,
+    ) -> Result<Report> {
+        let (mut len_bytes, mut any_first) = (0, false);
+        let mut is_used = vec![false; self.buffers.len()];
+        for (param, gradient) in batch.clone() {
+            let slot = self.layout.slot(param);
+            is_used[slot.buffer] = true;
+            any_first |= seen[param] != Seen::Written;
+            let (source, sums) = (gradient.dtype().component(), self.layout.buffers()[slot.buffer].dtype);
+            len_bytes += gradient.stored_count() * (source.len_bytes() + sums.len_bytes());
+        }
+        for buffer in (0..self.buffers.len()).filter(|&buffer| is_used[buffer]) {
+            self.layout.buffers()[buffer].dtype.check_scale(scale)?;
+            self.lease(buffer)?;
+        }
+        if any_first {
+            for (param, gradient) in batch.clone() {
+                let slot = self.layout.slot(param);
+                if let Some(buffer) = &mut self.buffers[slot.buffer] {
+                    if gradient.rows().is_some() && seen[param] != Seen::Written {
+                        buffer.clear(param, slot);
+                    }
+                    buffer.touch(param);
+                }
+            }
+        }
+        let layout = &self.layout;
+        let jobs = batch.map(|(param, source)| {
+            let write = seen[param] != Seen::Written && source.rows().is_none();
+            Job { source, slot: layout.slot(param), write }
+        });
+        kernels::add(&mut self.buffers, jobs, len_bytes, scale, norm)
     }
 
     fn lease(&mut self, buffer: usize) -> Result<()> {
@@ -68,63 +114,24 @@ impl Store for FlatStore {
     }
 
     fn check(&self, param: usize, gradient: &TensorView<'_>) -> Result<()> {
-        let spec = self.layout.spec(param);
-        // Compared one by one: most shapes are too short to be worth a call of memcmp.
-        if !gradient.shape().iter().eq(&spec.shape) {
-            let (expected, got) = (spec.shape.as_slice().into(), gradient.shape().into());
-            return Err(TensorError::Shape { expected, got }.of(&spec.name));
-        }
-        let sums = self.layout.buffers()[self.layout.slot(param).buffer].dtype;
-        let is_complex = spec.dtype.is_complex();
-        if is_complex != gradient.dtype().is_complex() || !sums.takes(gradient.dtype().component()) {
-            let (accepted, got) = (sums.accepted(is_complex), gradient.dtype().to_string());
-            return Err(TensorError::Dtype { accepted, got }.of(&spec.name));
-        }
+        self.layout.check(param, gradient.shape(), gradient.dtype())?;
         let span = gradient.span();
         if self.buffers.iter().flatten().any(|buffer| overlap(&span, &buffer.span())) {
-            return Err(TensorError::Overlap.of(&spec.name));
+            return Err(TensorError::Overlap.of(&self.layout.spec(param).name));
         }
         Ok(())
     }
 
+    fn has_handed_over(&self, gradient: &TensorView<'_>) -> bool {
+        self.pool.has_lent(&gradient.span())
+    }
+
     fn examine(&self, batch: &[(usize, TensorView<'_>)], norm: bool) -> Result<Report> {
-        kernels::examine(&batch.iter().map(|(_, gradient)| gradient).collect::<Vec<_>>(), norm)
+        self.examine_views(batch.iter().map(|(_, gradient)| gradient), norm)
     }
 
     fn add(&mut self, batch: &[(usize, TensorView<'_>)], scale: f64, seen: &[Seen], norm: bool) -> Result<Report> {
-        let (mut len_bytes, mut any_first) = (0, false);
-        let mut is_used = vec![false; self.buffers.len()];
-        for (param, gradient) in batch {
-            let slot = self.layout.slot(*param);
-            is_used[slot.buffer] = true;
-            any_first |= seen[*param] != Seen::Written;
-            let (source, sums) = (gradient.dtype().component(), self.layout.buffers()[slot.buffer].dtype);
-            len_bytes += gradient.stored_count() * (source.len_bytes() + sums.len_bytes());
-        }
-        for buffer in (0..self.buffers.len()).filter(|&buffer| is_used[buffer]) {
-            let dtype = self.layout.buffers()[buffer].dtype;
-            if dtype != DType::F64 && !(scale as f32).is_finite() {
-                return Err(Error::argument("scale", format!("{scale} exceeds the largest number of float32")));
-            }
-            self.lease(buffer)?;
-        }
-        if any_first {
-            for (param, gradient) in batch {
-                let slot = self.layout.slot(*param);
-                if let Some(buffer) = &mut self.buffers[slot.buffer] {
-                    if gradient.rows().is_some() && seen[*param] != Seen::Written {
-                        buffer.clear(*param, slot);
-                    }
-                    buffer.touch(*param);
-                }
-            }
-        }
-        let layout = &self.layout;
-        let jobs = batch.iter().map(|(param, source)| {
-            let write = seen[*param] != Seen::Written && source.rows().is_none();
-            Job { source, slot: layout.slot(*param), write }
-        });
-        kernels::add(&mut self.buffers, jobs, len_bytes, scale, norm)
+        self.add_views(batch.iter().map(|(param, gradient)| (*param, gradient)), scale, seen, norm)
     }
 
     fn take(&mut self, closing: Closing) -> Result<Gradients> {

@@ -65,6 +65,9 @@ pub trait Store {
     /// Names the parameter, what was expected and what came.
     fn check(&self, param: usize, gradient: &Self::Tensor<'_>) -> Result<()>;
 
+    /// Whether a gradient lies in memory that was handed over and that somebody still holds.
+    fn has_handed_over(&self, gradient: &Self::Tensor<'_>) -> bool;
+
     /// Reads a batch and writes nothing. `norm` asks for the sum of squares.
     ///
     /// # Errors

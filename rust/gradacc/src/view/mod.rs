@@ -164,6 +164,21 @@ impl<'a> TensorView<'a> {
         self.len == 0
     }
 
+    /// Its elements in row-major order, in the byte order of this machine, copied. Panics if it is given by rows.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        fn components<S: bytemuck::Pod>(view: &TensorView<'_>) -> Vec<u8> {
+            let mut components = vec![S::zeroed(); view.len];
+            // SAFETY: of the size that `to_bytes` has looked up, and as many as there are.
+            unsafe { view.gather(0, &raw mut components[..]) };
+            bytemuck::cast_slice(&components).to_vec()
+        }
+        match self.dtype.component().len_bytes() {
+            2 => components::<u16>(self),
+            4 => components::<u32>(self),
+            _ => components::<u64>(self),
+        }
+    }
+
     /// The rows, if it is given by them.
     pub(crate) fn rows(&self) -> Option<&Rows<'a>> {
         match &self.order {

@@ -54,6 +54,7 @@ def test_every_export_is_the_same_memory(id):
     assert address(arrays[0]) % 64 == 0
 
 
+@pytest.mark.engine
 def test_array_protocol():
     gradient = window()["a"]
     assert np.asarray(gradient, np.float64).dtype == np.float64
@@ -63,6 +64,7 @@ def test_array_protocol():
         np.array(gradient, np.float64, copy=False)
 
 
+@pytest.mark.engine
 def test_dlpack_arguments():
     gradient = window()["a"]
     copy = np.from_dlpack(gradient, copy=True)

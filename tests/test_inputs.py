@@ -114,6 +114,7 @@ def test_refused_capsules_are_released(error, message, options):
     assert acc.count == 0
 
 
+@pytest.mark.engine
 def test_subclass_of_a_torch_tensor_that_has_no_memory():
     torch = pytest.importorskip("torch")
 

@@ -35,6 +35,11 @@ def tensor(id, value):
     return plain.T.copy().T
 
 
+def pairs(array):
+    """Complex numbers as pairs: NumPy makes NaN of the other part if one is infinite."""
+    return array.view(np.float32).reshape(*array.shape, 2) if array.dtype == np.complex64 else array
+
+
 class Window:
     """What a window should hold."""
 
@@ -131,10 +136,10 @@ class Machine(RuleBasedStateMachine):
             self.model.weight += float(weight)
             self.model.has_sums |= factor != 0
             for id in ids:
-                wide = np.complex128 if kind(id)[1] == "complex64" else np.float64
+                gradient = pairs(grads[id]).astype(np.float64)
                 with np.errstate(invalid="ignore"):
-                    term = grads[id].astype(wide) * (factor * (2 if how == "parts" else 1)) if factor else 0
-                    self.model.sums[id] = self.model.sums.get(id, np.zeros(kind(id)[0], wide)) + term
+                    term = gradient * (factor * (2 if how == "parts" else 1)) if factor else 0
+                    self.model.sums[id] = self.model.sums.get(id, np.zeros(gradient.shape)) + term
         assert complete is self.model.complete
 
     @rule(bad=st.sampled_from(["shape", "dtype", "id", "weight", "length", "object"]))
@@ -227,11 +232,12 @@ def check(expected, held):
     arrays = held if isinstance(held, dict) else held.numpy()
     assert list(arrays) == list(expected)
     for id, value in expected.items():
-        np.testing.assert_allclose(arrays[id], value, rtol=1e-6)
+        np.testing.assert_allclose(pairs(arrays[id]), value, rtol=1e-6)
 
 
-def test_any_sequence_of_calls_agrees_with_the_model(tmp_path):
+def test_any_sequence_of_calls_agrees_with_the_model(tmp_path, backend):
     Machine.path = tmp_path / "window"
-    # 200 runs of 50 steps.
-    some = settings(max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+    # Runs of 50 steps; torch takes longer for each.
+    runs = 60 if backend == "torch" else 200
+    some = settings(max_examples=runs, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Machine, settings=some)

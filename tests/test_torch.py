@@ -152,6 +152,7 @@ def test_the_same_tensor_for_many_ids():
     assert all((result == 1).all() for result in acc.take().torch().values())
 
 
+@pytest.mark.engine
 def test_without_torchs_guards_tensors_are_looked_at_one_by_one():
     code = """
 import torch, torch._C._dynamo.guards as guards

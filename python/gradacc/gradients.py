@@ -103,12 +103,14 @@ class Gradients(Mapping[Id, Any]):
     def flat(self) -> list[Any]:
         """Return the flat buffers as 1-D arrays that alias the memory, one for each dtype of sums and each device.
 
-        NumPy arrays; and torch tensors, where torch keeps the sums. More, if parameters were registered within a
+        NumPy arrays, and torch tensors where they are not in host memory. More, if parameters were registered within a
         window. Each parameter lies in row-major order on a 64-byte boundary, in layout order; ids that the window did
         not see, and the padding between parameters, are zeros.
         """
-        arrays, tensors = self._core.flat()
-        return [memory.array() for memory in arrays] + tensors
+        arrays, elsewhere = self._core.flat()
+        tensors = [gradient.tensor for gradient in elsewhere]
+        of_torch = [np.asarray(g) if t.is_cpu else t for g, t in zip(elsewhere, tensors, strict=True)]
+        return [memory.array() for memory in arrays] + of_torch
 
     def assign_to(self, module: Module) -> None:
         """Put each gradient into `.grad` of the module's parameter of that name, in the parameter's dtype and device.

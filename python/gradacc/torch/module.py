@@ -42,7 +42,13 @@ def add_module(acc: GradientAccumulator, module: Module, weight: SupportsFloat, 
 
 def to_torch(grads: Gradients) -> dict[Any, torch.Tensor]:
     """Tensors that alias the memory of the gradients."""
-    return {id: from_dlpack(gradient) for id, gradient in grads.items()}
+    return {id: to_tensor(gradient) for id, gradient in grads.items()}
+
+
+def to_tensor(gradient: Any) -> torch.Tensor:
+    """A tensor that aliases the memory of a gradient."""
+    tensor: torch.Tensor = gradient.tensor if hasattr(gradient, "tensor") else from_dlpack(gradient)
+    return tensor
 
 
 def assign(parameter: torch.nn.Parameter, gradient: Any) -> None:
@@ -50,8 +56,7 @@ def assign(parameter: torch.nn.Parameter, gradient: Any) -> None:
     if gradient is None:
         parameter.grad = None
         return
-    tensor: torch.Tensor = from_dlpack(gradient)
-    tensor = tensor.to(device=parameter.device, dtype=parameter.dtype)
+    tensor = to_tensor(gradient).to(device=parameter.device, dtype=parameter.dtype)
     parameter.grad = like(parameter, tensor)
 
 

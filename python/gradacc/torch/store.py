@@ -45,11 +45,9 @@ class Segment:
     offsets: dict[int, int] = field(default_factory=dict)
 
     def view(self, number: int, spec: Spec) -> torch.Tensor:
-        """The sums of a parameter, in its shape."""
+        """The sums of a parameter, in its shape; complex numbers as pairs, in one more dimension."""
         flat = self.buffer.narrow(0, self.offsets[number], spec.len)
-        if spec.is_complex:
-            return torch.view_as_complex(flat.view(*spec.shape, 2))
-        return flat.view(spec.shape)
+        return flat.view(*spec.shape, 2) if spec.is_complex else flat.view(spec.shape)
 
 
 class Store:
@@ -74,10 +72,17 @@ class Store:
         self._views: dict[int, torch.Tensor] = {}
         self._found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
 
-    def prepare(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Make buffers for these gradients, where there are none: all that can fail for lack of memory."""
+    @torch.no_grad()
+    def prepare(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor], norm: bool, finite: bool) -> None:
+        """Do all for these gradients that can fail: make buffers, where there are none, and look at their elements.
+
+        Whether all were finite, and with `norm` their norm, is asked for later. Waits for no device.
+        """
+        found = (_largest(tensors) if finite else [], _norms(tensors) if norm else [])
         new = [(number, tensor.device) for number, tensor in zip(numbers, tensors, strict=True)]
         self._make_room([(number, device) for number, device in new if number not in self._views])
+        for all_found, more in zip(self._found, found, strict=True):
+            all_found.extend(more)
 
     def _make_room(self, new: Sequence[tuple[int, torch.device]]) -> None:
         self._homes.update(new)
@@ -109,19 +114,15 @@ class Store:
         tensors: Sequence[torch.Tensor],
         firsts: Sequence[bool],
         scale: float | torch.Tensor,
-        norm: bool,
-        finite: bool,
     ) -> None:
-        """Add the scale times each gradient to its sum; the first of a window is written. Waits for no device.
-
-        Whether all were finite, and with `norm` their norm, is asked for later.
-        """
-        self._found[0].extend(_largest(tensors) if finite else [])
-        self._found[1].extend(_norms(tensors) if norm else [])
+        """Add the scale times each gradient to its sum; the first of a window is written. Waits for no device."""
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for number, tensor, first in zip(numbers, tensors, firsts, strict=True):
             sums = self._views[number]
+            if tensor.is_complex():
+                # As pairs: multiplied as complex numbers, a NaN in one part would be in the other too.
+                tensor = torch.view_as_real(tensor if tensor.layout == torch.strided else tensor.to_dense())
             if tensor.layout != torch.strided:
                 tensor = tensor.to(sums.dtype)
                 if first:
@@ -243,9 +244,10 @@ class Sums:
     def at(self, number: int) -> Gradient:
         """The gradient of a parameter."""
         self._settle()
-        return Gradient(self._views[number])
+        view = self._views[number]
+        return Gradient(torch.view_as_complex(view) if self._specs[number].is_complex else view)
 
-    def flat(self) -> list[torch.Tensor]:
+    def flat(self) -> list[Gradient]:
         """The flat buffers, with zeros where no gradient lies."""
         self._settle()
         for segment in self._segments:
@@ -254,7 +256,7 @@ class Sums:
                 segment.buffer[end:start].zero_()
                 end = start + (self._specs[number].len if number in self._views else 0)
             segment.buffer[end:].zero_()
-        return [segment.buffer for segment in self._segments]
+        return [Gradient(segment.buffer) for segment in self._segments]
 
     def sums(self) -> list[torch.Tensor]:
         """The flat buffers as they are, with nothing applied.
@@ -280,6 +282,11 @@ class Gradient:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The gradient, as a tensor of its own that aliases the memory."""
+        return self._tensor.detach()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -309,7 +316,8 @@ class Gradient:
         return np.array(array, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
-        return f"Gradient(shape={self.shape}, dtype={self.dtype}, device={self._tensor.device})"
+        where = "" if self._tensor.is_cpu else f", device={self._tensor.device}"
+        return f"Gradient(shape={self.shape}, dtype={self.dtype}{where})"
 
 
 @torch.no_grad()

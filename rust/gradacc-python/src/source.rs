@@ -219,6 +219,11 @@ fn devices(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
 /// A tensor as torch has it. `id` is for messages.
 fn torch_tensor(tensor: Bound<'_, PyAny>, id: &Bound<'_, PyAny>) -> PyResult<TorchTensor> {
     let py = tensor.py();
+    let layout = tensor.getattr(intern!(py, "layout"))?.str()?.to_string_lossy().into_owned();
+    if layout != "torch.strided" && layout != "torch.sparse_coo" {
+        let reason = format!("expected a gradient of layout torch.strided or torch.sparse_coo, got {layout}");
+        return Err(errors::refuse(py, &errors::name(id), &reason, None));
+    }
     let dtype = tensor.getattr(intern!(py, "dtype"))?.str()?.to_string_lossy().into_owned();
     let dtype = dtype.strip_prefix("torch.").unwrap_or(&dtype);
     let dtype = dtype.parse::<DType>().map_err(|reason| raise(reason, id))?;

@@ -346,7 +346,8 @@ impl Store for DeviceStore {
                 layout.buffers()[layout.slot(*param).buffer].dtype.check_scale(scale)?;
             }
             let (numbers, tensors, _) = Self::torch_part(batch, seen);
-            self.call("prepare", |_| Ok(()), (numbers, tensors))?;
+            // What is found out is asked for later: now would mean to wait for the device.
+            self.call("prepare", |_| Ok(()), (numbers, tensors, norm && !self.examines, !self.examines))?;
         }
         let host = self.host.add_views(host_part(batch), scale, seen, norm)?;
         for (param, tensor) in batch {
@@ -360,9 +361,8 @@ impl Store for DeviceStore {
             return Ok(host);
         }
         let (numbers, tensors, firsts) = Self::torch_part(batch, seen);
-        // What torch finds out is asked for later: now would mean to wait for the device.
         let (is_examined, mut torch) = (self.is_examined.swap(false, Ordering::Relaxed), (None, 0.0));
-        self.call("add", |_| Ok(()), (numbers, tensors, firsts, scale, norm && !self.examines, !self.examines))?;
+        self.call("add", |_| Ok(()), (numbers, tensors, firsts, scale))?;
         if self.examines && !is_examined {
             torch = self.examine_torch(batch, norm)?;
         }

@@ -1,6 +1,7 @@
 """Gradients in every form they may come in: arrays, DLPack of both kinds, mappings and sequences."""
 
 import collections
+import contextlib
 import gc
 import sys
 import threading
@@ -313,3 +314,28 @@ def test_eight_threads_that_use_everything_at_once():
     grads = acc.take()
     assert (grads.count, grads.weight) == (8 * each, 16.0 * each)
     assert (grads.numpy()["w"] == 1).all()
+
+
+def test_what_claims_to_be_very_long():
+    acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
+    for wrong in (range(10**18), np.broadcast_to(np.float32(0), 10**13)):
+        with pytest.raises(TypeError, match="grads"):
+            acc.add(wrong)
+
+
+def test_memory_that_is_freed_while_another_gradient_is_looked_at():
+    torch = pytest.importorskip("torch")
+    t = torch.ones(1 << 22)
+
+    class Evil:
+        def __dlpack__(self, **options):
+            t.set_(torch.ones(1))
+            return torch.ones(2).__dlpack__()
+
+        def __dlpack_device__(self):
+            return (1, 0)
+
+    acc = gradacc.GradientAccumulator({"t": ((1 << 22,), "float32"), "evil": ((2,), "float32")})
+    with contextlib.suppress(gradacc.GradaccError):  # its shape is another by then
+        acc.add({"t": t, "evil": Evil()})
+        acc.take()

@@ -12,6 +12,7 @@ import time
 import gradacc
 import gradacc.accumulator
 import gradacc.schedule
+import gradacc.torch.optimizer
 import numpy as np
 import pytest
 
@@ -158,7 +159,37 @@ assert (acc.take().numpy()["w"] == 3).all()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("module", [gradacc.accumulator, gradacc.schedule])
+def test_a_child_forked_while_another_thread_adds_does_not_hang():
+    done = python("""
+import os, signal, threading, gradacc, numpy as np
+g = np.ones(2**24, np.float32)
+acc = gradacc.GradientAccumulator({"w": g})
+stop = threading.Event()
+
+def work():
+    while not stop.is_set():
+        acc.add({"w": g})
+
+thread = threading.Thread(target=work)
+thread.start()
+while acc.count < 3:
+    pass
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    try:
+        acc.count
+        os._exit(0)
+    except gradacc.GradaccError as error:
+        os._exit(0 if "forked" in str(error) else 1)
+stop.set()
+thread.join()
+assert os.waitpid(child, 0)[1] == 0
+""")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", [gradacc.accumulator, gradacc.schedule, gradacc.torch.optimizer])
 def test_examples_in_docstrings(module):
     failed, tried = doctest.testmod(module)
     assert (failed, tried > 0) == (0, True)

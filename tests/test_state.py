@@ -286,3 +286,56 @@ np.save({str(tmp_path / "mean.npy")!r}, grads.numpy()["w"])
     grads = unbroken.take()
     assert float.fromhex(done.stdout) == grads.norm()
     assert np.load(tmp_path / "mean.npy").tobytes() == grads.numpy()["w"].tobytes()
+
+
+def test_sums_in_foreign_byte_order_are_read_right():
+    first, second = (gradacc.GradientAccumulator({"w": ((2,), "float32")}) for _ in range(2))
+    first.add({"w": np.array([1, 2], "float32")})
+    state = first.state_dict()
+    state["params"]["w"]["sums"] = state["params"]["w"]["sums"].astype(">f4")
+    second.load_state_dict(state)
+    assert second.take().numpy()["w"].tolist() == [1, 2]
+
+
+def test_states_that_claim_the_impossible():
+    acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
+    acc.add({"w": np.ones(2, "float32")})
+    good = acc.state_dict()
+    for change in ({"count": 2**64 - 1}, {"rejected": 2**63}, {"window": 2**64 - 1}):
+        with pytest.raises(gradacc.StateError):
+            acc.load_state_dict({**good, **change})
+    for shape in (range(10**18), 3, [-1]):
+        wrong = {"w": {**good["params"]["w"], "shape": shape}}
+        with pytest.raises(gradacc.StateError):
+            acc.load_state_dict({**good, "params": wrong})
+    assert acc.count == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+def test_only_a_regular_file_is_replaced_or_read(tmp_path):
+    acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
+    acc.add({"w": np.ones(2, "float32")})
+    os.mkfifo(tmp_path / "pipe")
+    for call in (acc.save, acc.load):
+        with pytest.raises(OSError, match="regular file"):
+            call(tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    (tmp_path / "latest").symlink_to("not-there-yet")
+    acc.save(tmp_path / "latest")
+    assert (tmp_path / "latest").is_symlink()
+    acc.load(tmp_path / "not-there-yet")
+
+
+def test_an_id_of_a_subclass_is_the_plain_one():
+    class Key(str):
+        def __str__(self):
+            return "other"
+
+    acc, other = (
+        gradacc.GradientAccumulator({Key("w"): ((2,), "float32")}),
+        gradacc.GradientAccumulator({"w": ((2,), "float32")}),
+    )
+    acc.add({Key("w"): np.ones(2, "float32")})
+    other.load_state_dict(acc.state_dict())
+    assert [type(id) for id in acc.ids] == [str]
+    assert list(other.take()) == ["w"]

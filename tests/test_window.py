@@ -1,6 +1,8 @@
 """What a window counts, what it gives, and what is refused."""
 
+import gc
 import math
+import weakref
 
 import gradacc
 import numpy as np
@@ -407,3 +409,47 @@ def test_what_skips_a_micro_batch_wants_it_whole():
     acc = accumulator(on_nonfinite="skip")
     with pytest.raises(gradacc.ArgumentError, match="skip"), acc.micro_batch():
         pass
+
+
+def test_a_stale_micro_batch_neither_ends_nor_breaks_another():
+    acc = gradacc.GradientAccumulator({"w": ((1,), "float32")})
+    part = {"w": np.ones(1, "float32")}
+    stale, staler = acc.micro_batch(weight=1), acc.micro_batch(weight=1)
+    stale.__enter__()
+    acc.reset()
+    staler.__enter__()
+    acc.reset()
+    with acc.micro_batch(weight=8):
+        acc.add_part(part)
+        with pytest.raises(gradacc.WindowError, match="no micro-batch is open"):
+            stale.__exit__(None, None, None)
+        assert not staler.__exit__(KeyError, KeyError(), None)
+        acc.add_part(part)
+    assert (acc.count, acc.weight, acc.take().numpy()["w"].item()) == (1, 8.0, 2.0)
+
+
+@pytest.mark.parametrize("every", [2**63, 2**64, {0: 2**64}, {2**64: 1}])
+def test_lengths_beyond_all_bounds(every):
+    with pytest.raises(gradacc.ArgumentError, match="every"):
+        gradacc.GradientAccumulator({"w": ((1,), "float32")}, every=every)
+
+
+def test_a_micro_batch_without_gradients_adds_nothing_to_divide():
+    acc = gradacc.GradientAccumulator({"w": ((1,), "float32")})
+    acc.add({}, weight=0, scale=1)
+    assert len(acc.take()) == 0
+
+
+def test_a_schedule_of_an_object_that_holds_its_accumulator_is_collected():
+    class Trainer:
+        def __init__(self):
+            self.acc = gradacc.GradientAccumulator({"w": ((1,), "float32")}, every=self.length)
+
+        def length(self, window):
+            return window + 1
+
+    trainer = Trainer()
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None

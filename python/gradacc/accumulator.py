@@ -165,18 +165,22 @@ class GradientAccumulator:
             >>> acc.count, acc.weight, acc.take().numpy()["tied"].tolist()
             (1, 2.0, [4.0, 2.0])
         """
-        self._core.begin_micro_batch(weight, scale)
+        number = self._core.begin_micro_batch(weight, scale)
         attachments = list(self._attachments)
         try:
             for attachment in attachments:
                 attachment.open()
+        except BaseException:
+            self._core.abandon_micro_batch(number)
+            raise
+        try:
             yield
         except BaseException:
-            self._core.abandon_micro_batch()
+            self._core.abandon_micro_batch(number)
             for attachment in attachments:
                 attachment.clear()
             raise
-        self._core.end_micro_batch()
+        self._core.end_micro_batch(number)
 
     def attach(self, module: Module) -> Attachment:
         """Add the gradients of a module's parameters while autograd produces them, from now on.

@@ -83,6 +83,6 @@ def _whole(name: str, number: Any, least: int) -> int:
         whole = least - 1 if isinstance(number, bool) else operator.index(number)
     except TypeError:
         whole = least - 1
-    if whole < least:
+    if not least <= whole < 1 << 63:
         raise _core.ArgumentError(f"{name}: expected a whole number of at least {least}, got {number!r}")
     return whole

@@ -7,6 +7,7 @@ use gradacc::{
     Counters, DType, Error, Goal, Gradient, Lengths, OnMissing, OnNonFinite, ParamId, ParamSpec, Reduction, Schedule,
     Seen, Share, Store, TensorError, Weight, WindowError,
 };
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyBytes, PyDict};
@@ -223,10 +224,14 @@ impl Accumulator {
     }
 
     #[pyo3(signature = (weight, scale))]
-    fn begin_micro_batch(&self, weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    /// Returns its number, for `end_micro_batch` and `abandon_micro_batch`.
+    fn begin_micro_batch(&self, weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u64>> {
         let py = weight.py();
         let weight = to_weight(weight, scale)?;
-        self.opening(py, 0, |engine| engine.begin_micro_batch(weight))
+        self.opening(py, 0, |engine| {
+            engine.begin_micro_batch(weight)?;
+            Ok(engine.open_micro_batch())
+        })
     }
 
     fn add_part(&self, grads: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -236,17 +241,23 @@ impl Accumulator {
         })
     }
 
-    fn end_micro_batch(&self, py: Python<'_>) -> PyResult<bool> {
+    fn end_micro_batch(&self, py: Python<'_>, number: u64) -> PyResult<bool> {
         self.locked(py, |engine| {
+            if engine.open_micro_batch() != Some(number) {
+                return Err(WindowError::NoMicroBatch.into());
+            }
             let added = engine.end_micro_batch()?;
             engine.store().keep_report()?;
             Ok(added.is_complete())
         })
     }
 
-    fn abandon_micro_batch(&self, py: Python<'_>) -> PyResult<()> {
+    /// Does nothing if it is not open any more.
+    fn abandon_micro_batch(&self, py: Python<'_>, number: u64) -> PyResult<()> {
         self.locked(py, |engine| {
-            engine.abandon_micro_batch();
+            if engine.open_micro_batch() == Some(number) {
+                engine.abandon_micro_batch();
+            }
             Ok(())
         })
     }
@@ -284,11 +295,12 @@ impl Accumulator {
 
     /// What this window holds, in memory of its own.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        // So that there are as many ids as parameters.
+        let _registering = self.registering.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
         let state = self.locked(py, |engine| {
             engine.state()?.try_map(|param, sums| Gradient::copy_of(sums.as_ref(), param.dtype, &param.shape))
         })?;
-        // Registered meanwhile or not: the state has as many as there were, and numbers never change.
-        let ids: Vec<_> = self.ids.list.bind(py).iter().take(state.params.len()).collect();
+        let ids: Vec<_> = self.ids.list.bind(py).iter().collect();
         state::to_dict(py, state, &ids)
     }
 
@@ -368,6 +380,20 @@ impl Accumulator {
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> PyResult<usize> {
         self.locked(py, |engine| Ok(engine.store().layout().len_bytes()))
+    }
+
+    /// A function for `every` may be one of an object that holds this accumulator.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match self.length_of.try_lock() {
+            Ok(function) => function.iter().try_for_each(|function| visit.call(function)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn __clear__(&self) {
+        if let Ok(mut function) = self.length_of.try_lock() {
+            *function = None;
+        }
     }
 
     #[getter]

@@ -1,6 +1,7 @@
 //! States as Python has them: a dict of NumPy arrays and plain values.
 
 use gradacc::{Counters, DType, Error, Goal, Gradient, ParamState, Schedule, Seen, State, TensorError};
+use pyo3::exceptions::{PyException, PyMemoryError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -10,6 +11,9 @@ use crate::gradients::Memory;
 
 /// The version of the dict's layout. A later one is refused.
 const VERSION: u64 = 1;
+
+/// More than any library of tensors has.
+const MOST_DIMENSIONS: usize = 1024;
 
 /// A dict of a state: `ids` are those of its parameters, in its order. Its arrays have memory of their own.
 pub(crate) fn to_dict<'py>(
@@ -62,7 +66,7 @@ struct Fields<'py> {
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Param<'py> {
-    shape: Vec<usize>,
+    shape: Bound<'py, PyAny>,
     dtype: String,
     seen: String,
     sums: Option<Bound<'py, PyAny>>,
@@ -99,6 +103,12 @@ fn param(id: &Bound<'_, PyAny>, entry: &Bound<'_, PyAny>) -> PyResult<ParamState
     let (py, name) = (id.py(), errors::name(id));
     let no_state = |cause| no_state(py, &format!("parameter {name}: "), cause);
     let Param { shape, dtype, seen, sums } = entry.extract().map_err(no_state)?;
+    // Whatever length it claims to have.
+    let sizes = shape.try_iter().map_err(no_state)?.take(MOST_DIMENSIONS + 1);
+    let shape: Vec<usize> = sizes.map(|size| size?.extract()).collect::<PyResult<_>>().map_err(no_state)?;
+    if shape.len() > MOST_DIMENSIONS {
+        return Err(refuse(py, format!("parameter {name}: expected a shape of {MOST_DIMENSIONS} dimensions at most")));
+    }
     let dtype: DType = dtype.parse().map_err(|reason: TensorError| refuse(py, reason.of(&name).to_string()))?;
     let sums = sums.map(|sums| bytes_of(&sums, &shape, dtype)).transpose().map_err(no_state)?;
     let seen = Seen::from_name(&seen).map_err(|error| errors::raise(py, error))?;
@@ -108,17 +118,21 @@ fn param(id: &Bound<'_, PyAny>, entry: &Bound<'_, PyAny>) -> PyResult<ParamState
 fn bytes_of(sums: &Bound<'_, PyAny>, shape: &[usize], dtype: DType) -> PyResult<Vec<u8>> {
     let py = sums.py();
     let array = py.import(intern!(py, "numpy"))?.call_method1(intern!(py, "asarray"), (sums,))?;
-    let got: (Vec<usize>, String) = (
-        array.getattr(intern!(py, "shape"))?.extract()?,
-        array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "name"))?.extract()?,
-    );
+    let got: (Vec<usize>, String) =
+        (array.getattr(intern!(py, "shape"))?.extract()?, dtype_of(&array)?.getattr(intern!(py, "name"))?.extract()?);
     let expected = if dtype == DType::BF16 { "uint16" } else { dtype.name() };
     if got.0 != shape || (got.1 != expected && got.1 != dtype.name()) {
         let message = format!("expected a {expected} array of shape {shape:?}, got {} of {:?}", got.1, got.0);
         return Err(pyo3::exceptions::PyValueError::new_err(message));
     }
+    let native = dtype_of(&array)?.call_method1(intern!(py, "newbyteorder"), ("=",))?;
+    let array = array.call_method1(intern!(py, "astype"), (native,))?;
     let bytes = array.call_method0(intern!(py, "tobytes"))?;
     Ok(bytes.cast::<PyBytes>()?.as_bytes().to_vec())
+}
+
+fn dtype_of<'py>(array: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    array.getattr(intern!(array.py(), "dtype"))
 }
 
 fn refuse(py: Python<'_>, reason: impl Into<String>) -> PyErr {
@@ -126,6 +140,9 @@ fn refuse(py: Python<'_>, reason: impl Into<String>) -> PyErr {
 }
 
 fn no_state(py: Python<'_>, of: &str, cause: PyErr) -> PyErr {
+    if !cause.is_instance_of::<PyException>(py) || cause.is_instance_of::<PyMemoryError>(py) {
+        return cause;
+    }
     let error = refuse(py, format!("{of}this is no state_dict of gradacc: {cause}"));
     error.set_cause(py, Some(cause));
     error

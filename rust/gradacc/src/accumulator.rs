@@ -64,6 +64,8 @@ pub struct GradientAccumulator<S: Store = FlatStore> {
     pub(crate) last: Option<Last>,
     /// The micro-batch that is coming in parts, if one is.
     pub(crate) parts: Option<Parts>,
+    /// How many micro-batches were begun in parts.
+    pub(crate) begun: u64,
 }
 
 impl GradientAccumulator {
@@ -102,7 +104,7 @@ impl GradientAccumulator {
 
 impl<S: Store> GradientAccumulator<S> {
     pub(crate) fn new(schedule: Schedule, store: S, policy: Policy) -> Self {
-        Self { window: Window::first(schedule), store, policy, last: None, parts: None }
+        Self { window: Window::first(schedule), store, policy, last: None, parts: None, begun: 0 }
     }
 
     /// Refuses gradients that lie in memory which an earlier window has handed over. To a trainer that keeps gradients in
@@ -152,7 +154,7 @@ impl<S: Store> GradientAccumulator<S> {
             Last::new(report.first_nonfinite, report.sum_of_squares, policy)
         };
         self.window.mark(scale, batch.iter().map(|&(param, _)| param));
-        self.window.count(weight, goal);
+        self.window.count(weight, goal, batch.is_empty());
         self.last = Some(last);
         Ok(Added { complete: self.window.is_complete(), skipped: false })
     }

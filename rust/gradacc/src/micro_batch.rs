@@ -46,6 +46,7 @@ impl<S: Store> GradientAccumulator<S> {
         self.check_no_parts()?;
         self.check_parts()?;
         let goal = self.window.admit(weight)?;
+        self.begun += 1;
         self.parts = Some(Parts {
             weight,
             goal,
@@ -56,6 +57,11 @@ impl<S: Store> GradientAccumulator<S> {
             sum_of_squares: 0.0,
         });
         Ok(())
+    }
+
+    /// The micro-batch that is open, by a number that no other of this accumulator has; None if none is.
+    pub fn open_micro_batch(&self) -> Option<u64> {
+        self.parts.as_ref().map(|_| self.begun)
     }
 
     /// Adds part of the micro-batch that is open, whose gradients go by their parameters' numbers in the layout. They are
@@ -109,7 +115,7 @@ impl<S: Store> GradientAccumulator<S> {
             self.abandon(&parts);
             return Err(error);
         }
-        self.window.count(parts.weight, parts.goal);
+        self.window.count(parts.weight, parts.goal, !parts.has_begun);
         let mut last = Last::new(parts.first_nonfinite, parts.sum_of_squares, policy);
         if parts.has_repeats || parts.weight.scale() == 0.0 {
             last.norm = None;

@@ -86,7 +86,7 @@ pub struct Counters {
     pub weight: f64,
     /// Micro-batches skipped for being non-finite.
     pub rejected: u64,
-    /// Whether any micro-batch had a scale other than 0.
+    /// Whether any micro-batch had a gradient, and a scale other than 0.
     pub has_sums: bool,
 }
 
@@ -170,12 +170,12 @@ impl Window {
         Ok(goal.ok_or(WindowError::NoLength { window: self.index })?)
     }
 
-    /// Counts a micro-batch that was admitted for a goal, and whose parameters have been marked.
-    pub(crate) fn count(&mut self, weight: Weight, goal: Goal) {
+    /// Counts a micro-batch that was admitted for a goal, and whose parameters have been marked, if it had any.
+    pub(crate) fn count(&mut self, weight: Weight, goal: Goal, is_empty: bool) {
         self.counters.goal = Some(goal);
         self.counters.count += 1;
         self.counters.weight += weight.weight;
-        self.counters.has_sums |= weight.scale != 0.0;
+        self.counters.has_sums |= weight.scale != 0.0 && !is_empty;
     }
 
     /// Marks parameters as seen by a micro-batch of some scale.
@@ -294,7 +294,7 @@ mod tests {
     fn add(window: &mut Window, weight: Weight, params: &[usize]) {
         let goal = window.admit(weight).unwrap();
         window.mark(weight.scale(), params.iter().copied());
-        window.count(weight, goal);
+        window.count(weight, goal, params.is_empty());
     }
 
     #[test]

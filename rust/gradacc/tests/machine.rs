@@ -212,7 +212,7 @@ impl Machine {
         model.every.get_or_insert(model.schedule);
         model.count += 1;
         model.weight += weight;
-        model.has_sums |= factor != 0.0;
+        model.has_sums |= factor != 0.0 && !params.is_empty();
         for &param in params {
             let sum = &mut model.sums[param];
             *sum = Some(sum.unwrap_or(0.0) + term);

@@ -41,8 +41,30 @@ impl<S: Store> GradientAccumulator<S> {
     /// short, or is of a later version. Then nothing has changed.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let bytes = fs::read(path).map_err(|error| file_error(path, &error))?;
+        let read = || match fs::metadata(path)?.is_file() {
+            true => fs::read(path),
+            // A pipe may never end.
+            false => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file")),
+        };
+        let bytes = read().map_err(|error| file_error(path, &error))?;
         self.load_state(&State::from_bytes(&bytes)?)
+    }
+}
+
+/// How file systems say that they can't sync a folder.
+const CAN_NOT_SYNC: [io::ErrorKind; 3] =
+    [io::ErrorKind::InvalidInput, io::ErrorKind::Unsupported, io::ErrorKind::PermissionDenied];
+
+/// The file that a path stands for: a link keeps pointing to where it points, be there something or not.
+fn target(path: &Path) -> io::Result<PathBuf> {
+    match fs::metadata(path) {
+        Ok(there) if there.is_file() || there.is_dir() => fs::canonicalize(path),
+        // A device or a pipe would be replaced by a file.
+        Ok(_) => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is there, and no regular file")),
+        Err(_) => match fs::read_link(path) {
+            Ok(to) => Ok(path.parent().map_or_else(|| to.clone(), |folder| folder.join(&to))),
+            Err(_) => Ok(path.to_owned()),
+        },
     }
 }
 
@@ -94,8 +116,7 @@ impl<B: AsRef<[u8]>> State<B> {
     }
 
     fn write<'a>(&self, tensors: impl Iterator<Item = (&'a String, &'a Sums<'a>)>, path: &Path) -> io::Result<()> {
-        // A link keeps pointing to where it points.
-        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let path = target(path)?;
         let folder = match path.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
             _ => PathBuf::from("."),
@@ -118,8 +139,9 @@ impl<B: AsRef<[u8]>> State<B> {
         beside.persist(&path).map_err(|error| error.error)?;
         // The new name is on the disk once the folder is. Some file systems have no such call for folders.
         #[cfg(unix)]
-        match File::open(&folder)?.sync_all() {
-            Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {}
+        match File::open(&folder).and_then(|folder| folder.sync_all()) {
+            // Nor can one that may be written to and not read be opened for it.
+            Err(error) if CAN_NOT_SYNC.contains(&error.kind()) => {}
             synced => synced?,
         }
         Ok(())

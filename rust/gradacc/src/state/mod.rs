@@ -115,6 +115,9 @@ impl<S: Store> GradientAccumulator<S> {
         }
         let seen: Vec<Seen> = seen.into_iter().flatten().collect();
         check_counters(&state.counters, &seen)?;
+        if state.window > i64::MAX as u64 {
+            return Err(refuse(format!("so many windows can't have been taken: {}", state.window)));
+        }
         self.store.load_sums(&sums)?;
         self.window.restore(state.window, state.counters, seen);
         self.parts = None;
@@ -162,6 +165,9 @@ impl<S: Store> GradientAccumulator<S> {
 fn check_counters(counters: &Counters, seen: &[Seen]) -> Result<()> {
     let &Counters { goal, count, weight, rejected, has_sums } = counters;
     let is_written = seen.contains(&Seen::Written);
+    if count.max(rejected) > i64::MAX as u64 {
+        return Err(refuse(format!("no window holds so many micro-batches: {}", count.max(rejected))));
+    }
     if !weight.is_finite() || weight < 0.0 {
         return Err(refuse(format!("expected a finite weight of at least 0, got {weight}")));
     }

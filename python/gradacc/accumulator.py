@@ -82,6 +82,8 @@ class GradientAccumulator:
         backend: Literal["auto", "engine", "torch"] | None = None,
         device: Literal["cpu"] | None = None,
     ) -> None:
+        backend = cast("Literal['auto']", os.environ.get("GRADACC_BACKEND", "auto")) if backend is None else backend
+        self._torch_keeps_all = backend == "torch"
         self._core = _core.Accumulator(
             [(_id(id), *_spec(id, like)) for id, like in _items(params)],
             every=every_(every),
@@ -91,7 +93,7 @@ class GradientAccumulator:
             on_nonfinite=on_nonfinite,
             on_missing=on_missing,
             micro_norms=micro_norms,
-            backend=os.environ.get("GRADACC_BACKEND", "auto") if backend is None else backend,
+            backend=backend,
             device=device,
         )
         self._attachments: list[Attachment] = []
@@ -112,7 +114,9 @@ class GradientAccumulator:
                 host memory or (see `backend`) on a device of torch's. Gradients in a mapping or sequence are only
                 read; a module's are consumed: each `.grad` is set to None once the add has succeeded, so that it can't
                 be added twice.
-            weight: What the micro-batch counts for in the divisor, such as its samples or tokens; at least 0.
+            weight: What the micro-batch counts for in the divisor, such as its samples or tokens; at least 0. A torch
+                tensor on another device is not waited for: its value is asked for when the window is taken, or
+                `weight` is read, and if it is wrong, the window is broken then.
             scale: What its gradients are multiplied with; the weight by default. Pass 1 for the gradients of a sum
                 loss, `weight / loss_scale` for those of a scaled loss. At 0 they are not read at all.
 
@@ -135,7 +139,8 @@ class GradientAccumulator:
             from .torch.module import add_module
 
             return add_module(self, cast("Module", grads), weight, scale)
-        return self._core.add(grads, weight, scale)
+        weight, scale, late = self._late(weight, scale)
+        return self._core.add(grads, weight, scale, late=late)
 
     @contextlib.contextmanager
     def micro_batch(self, weight: SupportsFloat = 1.0, *, scale: SupportsFloat | None = None) -> Iterator[None]:
@@ -165,7 +170,8 @@ class GradientAccumulator:
             >>> acc.count, acc.weight, acc.take().numpy()["tied"].tolist()
             (1, 2.0, [4.0, 2.0])
         """
-        number = self._core.begin_micro_batch(weight, scale)
+        weight, scale, late = self._late(weight, scale)
+        number = self._core.begin_micro_batch(weight, scale, late=late)
         attachments = list(self._attachments)
         try:
             for attachment in attachments:
@@ -180,7 +186,16 @@ class GradientAccumulator:
             for attachment in attachments:
                 attachment.clear()
             raise
-        self._core.end_micro_batch(number)
+        self._core.end_micro_batch(number, late=late)
+
+    def _late(self, weight: Any, scale: Any) -> tuple[Any, Any, tuple[Any, Any] | None]:
+        """Weight, scale, and those of them that are tensors on a device, which are not waited for."""
+        # Only torch's tensors have this attribute.
+        if (hasattr(weight, "is_cpu") or hasattr(scale, "is_cpu")) and self.until_weight is None:
+            from .torch.store import late
+
+            return late(weight, scale, self._torch_keeps_all) or (weight, scale, None)
+        return weight, scale, None
 
     def attach(self, module: Module) -> Attachment:
         """Add the gradients of a module's parameters while autograd produces them, from now on.

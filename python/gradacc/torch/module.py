@@ -34,7 +34,8 @@ def add_module(acc: GradientAccumulator, module: Module, weight: SupportsFloat, 
     """Add the gradients in `.grad` of a module's parameters, and once that has succeeded set each `.grad` to None."""
     parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
     grads = {name: local(parameter.grad) for name, parameter in parameters}
-    complete = acc._core.add(grads, weight, scale, fresh=True)
+    weight, scale, late = acc._late(weight, scale)
+    complete = acc._core.add(grads, weight, scale, fresh=True, late=late)
     for _, parameter in parameters:
         parameter.grad = None
     return complete

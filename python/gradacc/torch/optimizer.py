@@ -148,7 +148,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 scale = float(weight if scale is None else scale) / float(loss_scale)
         parameters = self._parameters()
         grads = [local(parameter.grad) for parameter in parameters]
-        complete = self._accumulator._core.add(grads, weight, scale, fresh=True)
+        weight, scale, late = self._accumulator._late(weight, scale)
+        complete = self._accumulator._core.add(grads, weight, scale, fresh=True, late=late)
         self._overflowed |= overflowed
         for parameter in parameters:
             parameter.grad = None

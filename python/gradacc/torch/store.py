@@ -329,6 +329,35 @@ def examine(tensors: Sequence[torch.Tensor], norm: bool) -> tuple[int | None, fl
     return next(wrong, None), sum_of_squares
 
 
+def total(weights: Sequence[torch.Tensor]) -> float:
+    """The sum of 0-d tensors, as float64. Waits for their devices."""
+    return math.fsum(_numbers(weights))
+
+
+def late(weight: Any, scale: Any, torch_keeps_all: bool) -> tuple[float, float, tuple[Any, Any]] | None:
+    """A weight and a scale of which one is a tensor that can't be read without waiting for its device.
+
+    Returns:
+        What is known of weight and scale now, and those of them that are tensors; None if both are known.
+
+    Raises:
+        ArgumentError: A tensor has more than one element.
+    """
+
+    def tensor(name: str, given: Any) -> torch.Tensor | None:
+        if not isinstance(given, torch.Tensor) or (given.is_cpu and not torch_keeps_all):
+            return None
+        if given.numel() != 1:
+            raise _core.ArgumentError(f"{name}: expected one number, got a tensor of shape {tuple(given.shape)}")
+        return given.detach().reshape(())
+
+    late_weight, late_scale = tensor("weight", weight), tensor("scale", weight if scale is None else scale)
+    if late_weight is None and late_scale is None:
+        return None
+    known_weight = 0.0 if late_weight is not None else float(weight)
+    return known_weight, 1.0 if late_scale is not None else float(scale), (late_weight, late_scale)
+
+
 def from_bytes(raw: bytes, shape: Sequence[int], dtype: str) -> torch.Tensor:
     """A tensor of bytes in row-major order."""
     if not raw:

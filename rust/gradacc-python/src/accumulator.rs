@@ -196,13 +196,15 @@ impl Accumulator {
     }
 
     /// `fresh` refuses gradients in memory that an earlier window handed over.
-    #[pyo3(signature = (grads, weight, scale, *, fresh=false))]
+    /// `late` is a weight and a scale as tensors of a device, to be used in place of the others.
+    #[pyo3(signature = (grads, weight, scale, *, fresh=false, late=None))]
     fn add(
         &self,
         grads: &Bound<'_, PyAny>,
         weight: &Bound<'_, PyAny>,
         scale: Option<&Bound<'_, PyAny>>,
         fresh: bool,
+        late: Option<Late>,
     ) -> PyResult<bool> {
         let py = grads.py();
         let weight = to_weight(weight, scale)?;
@@ -211,8 +213,21 @@ impl Accumulator {
                 if fresh {
                     engine.check_fresh(tensors)?;
                 }
-                let added = engine.add_batch(tensors, weight)?;
-                engine.store().keep_report()?;
+                let Some((late_weight, late_scale)) = &late else {
+                    let added = engine.add_batch(tensors, weight)?;
+                    engine.store().keep_report()?;
+                    return Ok(added);
+                };
+                let store = engine.store();
+                store.set_late_scale(clone(late_scale));
+                let added = engine.add_batch(tensors, weight);
+                let store = engine.store();
+                store.set_late_scale(None);
+                let added = added?;
+                if let Some(late_weight) = clone(late_weight).filter(|_| !added.is_skipped()) {
+                    store.push_late_weight(late_weight);
+                }
+                store.keep_report()?;
                 Ok(added)
             };
             self.opening(py, len_bytes, add).map(|added| added.is_complete())
@@ -223,13 +238,21 @@ impl Accumulator {
         self.locked(py, |engine| engine.check_parts())
     }
 
-    #[pyo3(signature = (weight, scale))]
     /// Returns its number, for `end_micro_batch` and `abandon_micro_batch`.
-    fn begin_micro_batch(&self, weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u64>> {
+    #[pyo3(signature = (weight, scale, *, late=None))]
+    fn begin_micro_batch(
+        &self,
+        weight: &Bound<'_, PyAny>,
+        scale: Option<&Bound<'_, PyAny>>,
+        late: Option<Late>,
+    ) -> PyResult<Option<u64>> {
         let py = weight.py();
         let weight = to_weight(weight, scale)?;
         self.opening(py, 0, |engine| {
             engine.begin_micro_batch(weight)?;
+            if let Some((_, late_scale)) = &late {
+                engine.store().set_late_scale(clone(late_scale));
+            }
             Ok(engine.open_micro_batch())
         })
     }
@@ -241,12 +264,18 @@ impl Accumulator {
         })
     }
 
-    fn end_micro_batch(&self, py: Python<'_>, number: u64) -> PyResult<bool> {
+    #[pyo3(signature = (number, *, late=None))]
+    fn end_micro_batch(&self, py: Python<'_>, number: u64, late: Option<Late>) -> PyResult<bool> {
         self.locked(py, |engine| {
             if engine.open_micro_batch() != Some(number) {
                 return Err(WindowError::NoMicroBatch.into());
             }
-            let added = engine.end_micro_batch()?;
+            let added = engine.end_micro_batch();
+            engine.store().set_late_scale(None);
+            let added = added?;
+            if let Some((Some(late_weight), _)) = late {
+                engine.store().push_late_weight(late_weight);
+            }
             engine.store().keep_report()?;
             Ok(added.is_complete())
         })
@@ -257,20 +286,21 @@ impl Accumulator {
         self.locked(py, |engine| {
             if engine.open_micro_batch() == Some(number) {
                 engine.abandon_micro_batch();
+                engine.store().set_late_scale(None);
             }
             Ok(())
         })
     }
 
     fn take(&self, py: Python<'_>) -> PyResult<Gradients> {
-        let taken = self.locked(py, Engine::take)?;
+        let taken = self.weighed(py, Engine::take)?;
         Gradients::new(taken, self.ids.list.bind(py))
     }
 
     /// What this window adds to one that is spread over several processes: count, weight, how many were rejected, whether
     /// there are sums, and for each parameter how it was seen.
     fn share<'py>(&self, py: Python<'py>) -> PyResult<(u64, f64, u64, bool, Bound<'py, PyBytes>)> {
-        let Share { counters, seen } = self.locked(py, |engine| engine.share())?;
+        let Share { counters, seen } = self.weighed(py, |engine| engine.share())?;
         let Counters { count, weight, rejected, has_sums, .. } = counters;
         let seen: Vec<u8> = seen.into_iter().map(|seen| seen as u8).collect();
         Ok((count, weight, rejected, has_sums, PyBytes::new(py, &seen)))
@@ -297,7 +327,7 @@ impl Accumulator {
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         // So that there are as many ids as parameters.
         let _registering = self.registering.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
-        let state = self.locked(py, |engine| {
+        let state = self.weighed(py, |engine| {
             engine.state()?.try_map(|param, sums| Gradient::copy_of(sums.as_ref(), param.dtype, &param.shape))
         })?;
         let ids: Vec<_> = self.ids.list.bind(py).iter().collect();
@@ -310,7 +340,7 @@ impl Accumulator {
     }
 
     fn save(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        self.locked(py, |engine| engine.save(path))
+        self.weighed(py, |engine| engine.save(path))
     }
 
     fn load(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
@@ -330,7 +360,7 @@ impl Accumulator {
     #[getter]
     #[pyo3(name = "weight")]
     fn weight_so_far(&self, py: Python<'_>) -> PyResult<f64> {
-        self.locked(py, |engine| Ok(engine.weight()))
+        self.weighed(py, |engine| Ok(engine.weight()))
     }
 
     #[getter]
@@ -412,6 +442,20 @@ impl Accumulator {
         self.engine.run(py, usize::MAX, work)
     }
 
+    /// The same, once all weights are known.
+    fn weighed<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Engine) -> Result<R, Error> + Send,
+    ) -> PyResult<R> {
+        self.locked(py, |engine| {
+            if let Some(weight) = engine.store().take_late_weight()? {
+                engine.add_weight(weight)?;
+            }
+            work(engine)
+        })
+    }
+
     /// Runs what may open a window. Where its length is to be told, asks for it, without a lock, and runs again.
     fn opening<R: Send>(
         &self,
@@ -444,6 +488,13 @@ impl Accumulator {
         };
         function.map(|function| function.bind(py).call1((window,))?.extract()).transpose()
     }
+}
+
+/// A weight and a scale as tensors of a device.
+type Late = (Option<Py<PyAny>>, Option<Py<PyAny>>);
+
+fn clone(tensor: &Option<Py<PyAny>>) -> Option<Py<PyAny>> {
+    Python::attach(|py| tensor.as_ref().map(|tensor| tensor.clone_ref(py)))
 }
 
 fn to_weight(weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<Weight> {

@@ -97,6 +97,10 @@ pub(crate) struct DeviceStore {
     places: Vec<Place>,
     /// The devices that torch's tensors were on.
     devices: Vec<String>,
+    /// What the gradients that come are multiplied with, if only a device knows it.
+    late_scale: Mutex<Option<Py<PyAny>>>,
+    /// Weights of micro-batches that only a device knows.
+    late_weights: Mutex<Vec<Py<PyAny>>>,
     /// Where gradients of the parameter that is registered next are expected.
     next_device: Mutex<Option<String>>,
     /// What torch raised last.
@@ -114,6 +118,8 @@ impl DeviceStore {
             is_torch: Vec::new(),
             places: Vec::new(),
             devices: Vec::new(),
+            late_scale: Mutex::default(),
+            late_weights: Mutex::default(),
             next_device: Mutex::default(),
             failure: Mutex::default(),
         }
@@ -125,12 +131,37 @@ impl DeviceStore {
 
     /// Says where gradients of the parameter that is registered next are expected.
     pub(crate) fn expect_next(&self, device: &str) {
-        *self.next_device.lock().unwrap_or_else(PoisonError::into_inner) = Some(device.to_owned());
+        *locked(&self.next_device) = Some(device.to_owned());
+    }
+
+    /// Gives a tensor that the gradients which come are multiplied with, in place of the scale; None takes it away.
+    pub(crate) fn set_late_scale(&self, scale: Option<Py<PyAny>>) {
+        let before = std::mem::replace(&mut *locked(&self.late_scale), scale);
+        drop(before);
+    }
+
+    /// Gives a tensor that is the weight of a micro-batch.
+    pub(crate) fn push_late_weight(&self, weight: Py<PyAny>) {
+        locked(&self.late_weights).push(weight);
+    }
+
+    /// The sum of the weights that were given as tensors, which are forgotten; None if there are none. Waits for the
+    /// device.
+    pub(crate) fn take_late_weight(&self) -> Result<Option<f64>> {
+        let weights = std::mem::take(&mut *locked(&self.late_weights));
+        if weights.is_empty() {
+            return Ok(None);
+        }
+        let total = Python::attach(|py| {
+            let module = py.import(intern!(py, "gradacc.torch.store"))?;
+            module.call_method1(intern!(py, "total"), (weights,))?.extract()
+        });
+        total.map(Some).map_err(|error| self.fail(error))
     }
 
     /// What torch has raised, if that is why a call failed.
     pub(crate) fn take_failure(&self) -> Option<PyErr> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+        locked(&self.failure).take()
     }
 
     /// What is known of the last micro-batch by torch alone: whether it was finite, and the sum of squares. Waits for the
@@ -182,7 +213,7 @@ impl DeviceStore {
 
     fn fail(&self, error: PyErr) -> Error {
         let reason = error.to_string();
-        let before = self.failure.lock().unwrap_or_else(PoisonError::into_inner).replace(error);
+        let before = locked(&self.failure).replace(error);
         drop(before);
         Error::Store { reason }
     }
@@ -231,6 +262,10 @@ impl DeviceStore {
         });
         (numbers, tensors, firsts)
     }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Shape, the dtype of flat buffers, and whether the numbers are complex.
@@ -349,7 +384,21 @@ impl Store for DeviceStore {
             // What is found out is asked for later: now would mean to wait for the device.
             self.call("prepare", |_| Ok(()), (numbers, tensors, norm && !self.examines, !self.examines))?;
         }
-        let host = self.host.add_views(host_part(batch), scale, seen, norm)?;
+        let has_late_scale = locked(&self.late_scale).is_some();
+        let late_scale = if has_late_scale {
+            Python::attach(|py| locked(&self.late_scale).as_ref().map(|scale| scale.clone_ref(py)))
+        } else {
+            None
+        };
+        let host_scale = match &late_scale {
+            // In host memory it has to be known.
+            Some(late) if host_part(batch).next().is_some() => {
+                let late = Python::attach(|py| late.call_method0(py, intern!(py, "item"))?.extract(py));
+                late.map_err(|error| self.fail(error))?
+            }
+            _ => scale,
+        };
+        let host = self.host.add_views(host_part(batch), host_scale, seen, norm)?;
         for (param, tensor) in batch {
             let place = match tensor {
                 Tensor::Host(_) => Place::Host,
@@ -362,7 +411,10 @@ impl Store for DeviceStore {
         }
         let (numbers, tensors, firsts) = Self::torch_part(batch, seen);
         let (is_examined, mut torch) = (self.is_examined.swap(false, Ordering::Relaxed), (None, 0.0));
-        self.call("add", |_| Ok(()), (numbers, tensors, firsts, scale))?;
+        match late_scale {
+            Some(late) => self.call("add", |_| Ok(()), (numbers, tensors, firsts, late))?,
+            None => self.call("add", |_| Ok(()), (numbers, tensors, firsts, scale))?,
+        }
         if self.examines && !is_examined {
             torch = self.examine_torch(batch, norm)?;
         }
@@ -419,6 +471,9 @@ impl Store for DeviceStore {
 
     fn reset(&mut self) {
         self.host.reset();
+        self.set_late_scale(None);
+        let weights = std::mem::take(&mut *locked(&self.late_weights));
+        drop(weights);
         self.places.fill(Place::Nowhere);
         if self.torch.is_some() {
             // It forgets, which can't fail; and what can is said by the next call.

@@ -247,6 +247,15 @@ impl<S: Store> GradientAccumulator<S> {
         Ok(param)
     }
 
+    /// Adds to the weight of the window: that of micro-batches which were added with weight 0, because theirs was not
+    /// known yet.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it is negative or not finite. The window is broken then.
+    pub fn add_weight(&mut self, weight: f64) -> Result<()> {
+        self.window.add_weight(weight)
+    }
+
     /// Completes windows otherwise from now on. One that is open keeps its length.
     pub fn set_schedule(&mut self, schedule: Schedule) {
         self.window.set_schedule(schedule);

@@ -178,6 +178,19 @@ impl Window {
         self.counters.has_sums |= weight.scale != 0.0 && !is_empty;
     }
 
+    /// Adds the weight of micro-batches that were counted without it.
+    pub(crate) fn add_weight(&mut self, weight: f64) -> Result<()> {
+        let checked = Weight::new(weight).and_then(|_| match self.counters.weight + weight {
+            sum if sum.is_finite() => Ok(sum),
+            _ => Err(Error::argument("weight", "the weight of the window would exceed the largest number")),
+        });
+        match checked {
+            Ok(sum) => self.counters.weight = sum,
+            Err(_) => self.break_off(),
+        }
+        checked.map(|_| ())
+    }
+
     /// Marks parameters as seen by a micro-batch of some scale.
     pub(crate) fn mark(&mut self, scale: f64, params: impl Iterator<Item = usize>) {
         for param in params {
@@ -336,6 +349,20 @@ mod tests {
         add(&mut window, Weight::ONE, &[]);
         add(&mut window, Weight::ONE, &[]);
         assert!(window.is_complete());
+    }
+
+    #[test]
+    fn a_weight_that_comes_late() {
+        let mut window = window(Schedule::Open);
+        add(&mut window, weight(0.0, 1.0), &[0]);
+        window.add_weight(3.5).unwrap();
+        assert_eq!(divisor(&window, Reduction::Mean), Ok(3.5));
+        for wrong in [-1.0, f64::NAN, f64::MAX] {
+            let mut window = window.clone();
+            window.counters.weight = f64::MAX;
+            assert!(window.add_weight(wrong).is_err());
+            assert_eq!(window.share(), Err(WindowError::Broken.into()));
+        }
     }
 
     #[test]

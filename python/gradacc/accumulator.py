@@ -15,8 +15,11 @@ from .gradients import Gradients, Id
 from .schedule import Every, every_, until_weight_
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from .torch.backward import Attachment
     from .torch.module import Module
+    from .torch.shards import Shards
 
 # A dict from str is no mapping from str or int to a type checker.
 Table: TypeAlias = Mapping[str, Any] | Mapping[int, Any] | Mapping[Id, Any]
@@ -84,8 +87,9 @@ class GradientAccumulator:
     ) -> None:
         backend = cast("Literal['auto']", os.environ.get("GRADACC_BACKEND", "auto")) if backend is None else backend
         self._torch_keeps_all = backend == "torch"
+        items = [(_id(id), like) for id, like in _items(params)]
         self._core = _core.Accumulator(
-            [(_id(id), *_spec(id, like)) for id, like in _items(params)],
+            [(id, *_spec(id, like)) for id, like in items],
             every=every_(every),
             until_weight=until_weight_(until_weight),
             reduction=reduction,
@@ -97,6 +101,11 @@ class GradientAccumulator:
             device=device,
         )
         self._attachments: list[Attachment] = []
+        # Of parameters that are spread over processes: how, and the scales of this window's micro-batches.
+        self._shards: dict[Id, Shards] = {}
+        self._scales: list[float] = []
+        for id, like in items:
+            self._note_shards(id, like)
 
     def add(
         self,
@@ -139,8 +148,19 @@ class GradientAccumulator:
             from .torch.module import add_module
 
             return add_module(self, cast("Module", grads), weight, scale)
-        weight, scale, late = self._late(weight, scale)
-        return self._core.add(grads, weight, scale, late=late)
+        return self._add(grads, weight, scale)
+
+    def _add(self, grads: Any, weight: SupportsFloat, scale: SupportsFloat | None, *, fresh: bool = False) -> bool:
+        """Add gradients; `fresh` refuses those in memory that an earlier window handed over."""
+        known_weight, known_scale, late = self._late(weight, scale)
+        complete = self._core.add(grads, known_weight, known_scale, fresh=fresh, late=late)
+        self._note_scale(weight, scale)
+        return complete
+
+    def _note_scale(self, weight: SupportsFloat, scale: SupportsFloat | None) -> None:
+        """Remember the scale of a micro-batch, if processes have to compare them."""
+        if self._shards:
+            self._scales.append(float(weight if scale is None else scale))
 
     @contextlib.contextmanager
     def micro_batch(self, weight: SupportsFloat = 1.0, *, scale: SupportsFloat | None = None) -> Iterator[None]:
@@ -170,8 +190,8 @@ class GradientAccumulator:
             >>> acc.count, acc.weight, acc.take().numpy()["tied"].tolist()
             (1, 2.0, [4.0, 2.0])
         """
-        weight, scale, late = self._late(weight, scale)
-        number = self._core.begin_micro_batch(weight, scale, late=late)
+        known_weight, known_scale, late = self._late(weight, scale)
+        number = self._core.begin_micro_batch(known_weight, known_scale, late=late)
         attachments = list(self._attachments)
         try:
             for attachment in attachments:
@@ -187,6 +207,7 @@ class GradientAccumulator:
                 attachment.clear()
             raise
         self._core.end_micro_batch(number, late=late)
+        self._note_scale(weight, scale)
 
     def _late(self, weight: Any, scale: Any) -> tuple[Any, Any, tuple[Any, Any] | None]:
         """Weight, scale, and those of them that are tensors on a device, which are not waited for."""
@@ -241,20 +262,43 @@ class GradientAccumulator:
         """
         self._core.add_part(grads)
 
-    def take(self) -> Gradients:
+    def take(self, group: ProcessGroup | None = None) -> Gradients:
         """Close the window and hand its gradients over; the next one opens.
 
         Costs the same whatever the size: the buffers move to the result, and the next window writes into others.
 
+        With a group of `torch.distributed`, the windows of all its processes are closed as one, and all of them get the
+        same gradients: the sums of all over the weight of all, of the ids that any of them saw. They may hold other
+        numbers of micro-batches, or none. All have to call it. Each flat buffer is added up once, in its own dtype,
+        16-bit ones in float32. What is wrong with the window of one process is raised on all, and the windows are kept;
+        if the exchange itself fails, they are lost.
+
+        Parameters that `torch.distributed.fsdp.fully_shard` has spread over the group are not exchanged: each process
+        gets the gradients of its own shards. Backward has averaged them over the processes already, so all must have
+        given their micro-batches the same scales, and the mean over unequal numbers of tokens needs sum losses, with
+        `weight=tokens, scale=1`. Without a group, their sums are divided by this process's weight alone.
+
+        Args:
+            group: The processes; `torch.distributed.group.WORLD` are all. None: this one alone, talking to no other.
+
         Raises:
             WindowError: The window is empty or broken, a micro-batch is open, or the window's weight is 0 though
                 something was added and a mean is asked for. It is kept then.
+            GradaccError: The processes have other parameters, or gave sharded ones other scales.
         """
-        return Gradients(self._core.take())
+        if group is None:
+            taken = Gradients(self._core.take())
+        else:
+            from .torch.distributed import take
+
+            taken = take(self, group)
+        self._scales.clear()
+        return taken
 
     def reset(self) -> None:
         """Forget what this window holds, and a micro-batch that is open. It stays the same window, and is empty."""
         self._core.reset()
+        self._scales.clear()
 
     def set_schedule(self, *, every: Every | None = None, until_weight: SupportsFloat | None = None) -> None:
         """Complete windows otherwise from now on. A window that holds a micro-batch keeps what it was opened with.
@@ -291,6 +335,7 @@ class GradientAccumulator:
                 version. Nothing has changed then.
         """
         self._core.load_state(state)
+        self._scales.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what this window holds to a safetensors file, which replaces another of that name.
@@ -327,6 +372,7 @@ class GradientAccumulator:
             OSError: It can't be read.
         """
         self._core.load(path)
+        self._scales.clear()
 
     def register(self, id: Id, like: Any) -> None:
         """Register one more parameter, also within a window. Nothing moves.
@@ -340,6 +386,13 @@ class GradientAccumulator:
             DtypeError: Its dtype can't be summed.
         """
         self._core.register(_id(id), *_spec(id, like))
+        self._note_shards(_id(id), like)
+
+    def _note_shards(self, id: Id, like: Any) -> None:
+        if hasattr(like, "to_local"):
+            from .torch.shards import shards_of
+
+            self._shards[id] = shards_of(like)
 
     @property
     def ids(self) -> list[Id]:

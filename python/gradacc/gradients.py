@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
 
 import numpy as np
@@ -25,10 +25,11 @@ class Gradients(Mapping[Id, Any]):
     are one number until the first gradient is handed out, and then applied in one pass over all of them.
     """
 
-    __slots__ = ("_core",)
+    __slots__ = ("_core", "_norm")
 
-    def __init__(self, core: _core.Gradients) -> None:
+    def __init__(self, core: _core.Gradients, *, norm: Callable[[], float] | None = None) -> None:
         self._core = core
+        self._norm = core.norm if norm is None else norm
 
     def __getitem__(self, id: Id) -> Any:
         return self._core[id]
@@ -58,8 +59,12 @@ class Gradients(Mapping[Id, Any]):
         return self._core.rejected
 
     def norm(self) -> float:
-        """Return the Euclidean norm of all gradients as they will be handed over, found in float64."""
-        return self._core.norm()
+        """Return the Euclidean norm of all gradients as they will be handed over, found in float64.
+
+        Where `take` has closed the window over a group, and each process has a shard, it is that of all shards: call it
+        on all processes then, and `clip_` too.
+        """
+        return self._norm()
 
     def clip_(self, max_norm: SupportsFloat) -> float:
         """Scale all gradients so that their norm is at most `max_norm`, and return the norm before.

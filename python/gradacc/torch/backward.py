@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _core
-from .module import local
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -85,6 +84,6 @@ class Attachment:
 
         def add(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            add_part({name: local(gradient)})
+            add_part({name: gradient})
 
         return add

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from .shards import like
+
 if TYPE_CHECKING:
     from ..accumulator import GradientAccumulator
     from ..gradients import Gradients
@@ -14,28 +16,11 @@ if TYPE_CHECKING:
 Module: TypeAlias = torch.nn.Module
 
 
-def local(tensor: Any) -> Any:
-    """What this process has of a tensor: its shard of a DTensor, and any other one as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
-    """A tensor as the parameter is: a DTensor of this process's shard, if that is one."""
-    if not hasattr(parameter, "to_local"):
-        return shard
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
 def add_module(acc: GradientAccumulator, module: Module, weight: SupportsFloat, scale: SupportsFloat | None) -> bool:
     """Add the gradients in `.grad` of a module's parameters, and once that has succeeded set each `.grad` to None."""
     parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
-    grads = {name: local(parameter.grad) for name, parameter in parameters}
-    weight, scale, late = acc._late(weight, scale)
-    complete = acc._core.add(grads, weight, scale, fresh=True, late=late)
+    grads = {name: parameter.grad for name, parameter in parameters}
+    complete = acc._add(grads, weight, scale, fresh=True)
     for _, parameter in parameters:
         parameter.grad = None
     return complete

@@ -9,7 +9,7 @@ import torch
 
 from .. import _core
 from ..accumulator import GradientAccumulator
-from .module import assign, local
+from .module import assign
 from .state import from_tensors, to_tensors
 
 if TYPE_CHECKING:
@@ -147,9 +147,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             if loss_scale is not None:
                 scale = float(weight if scale is None else scale) / float(loss_scale)
         parameters = self._parameters()
-        grads = [local(parameter.grad) for parameter in parameters]
-        weight, scale, late = self._accumulator._late(weight, scale)
-        complete = self._accumulator._core.add(grads, weight, scale, fresh=True, late=late)
+        grads = [parameter.grad for parameter in parameters]
+        complete = self._accumulator._add(grads, weight, scale, fresh=True)
         self._overflowed |= overflowed
         for parameter in parameters:
             parameter.grad = None

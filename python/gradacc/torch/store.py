@@ -212,9 +212,10 @@ class Sums:
         self._settling = threading.Lock()
 
     @torch.no_grad()
-    def norm(self) -> float:
-        """The Euclidean norm of what will be handed over."""
-        norm = math.sqrt(math.fsum(norm * norm for norm in _numbers(_norms(list(self._views.values())))))
+    def norm(self, numbers: Sequence[int]) -> float:
+        """The Euclidean norm of what will be handed over of some parameters. Waits for the devices."""
+        norms = _numbers(_norms([self._views[number] for number in numbers]))
+        norm = math.sqrt(math.fsum(norm * norm for norm in norms))
         return norm * abs(self._multiplier) / self._divisor
 
     def multiply(self, factor: float) -> None:
@@ -268,7 +269,7 @@ class Sums:
             raise _core.ArgumentError("sums: the gradients have been handed out, and are no sums any more")
         return [segment.buffer for segment in self._segments]
 
-    def offsets(self) -> dict[int, tuple[int, int, int]]:
+    def places(self) -> dict[int, tuple[int, int, int]]:
         """Of each gradient: which flat buffer it lies in, where, and how many elements it has there."""
         where = {number: index for index, segment in enumerate(self._segments) for number in segment.offsets}
         return {

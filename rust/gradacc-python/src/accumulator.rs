@@ -347,6 +347,23 @@ impl Accumulator {
         self.locked(py, |engine| engine.load(path))
     }
 
+    /// Shape, dtype of sums, and place in the flat buffers of each parameter.
+    fn layout(&self, py: Python<'_>) -> PyResult<Vec<Param>> {
+        self.locked(py, |engine| {
+            let layout = engine.store().layout();
+            let param = |param| {
+                let slot = layout.slot(param);
+                (layout.spec(param).shape.to_vec(), layout.sums_dtype(param).name(), slot.buffer, slot.offset)
+            };
+            Ok((0..layout.len()).map(param).collect())
+        })
+    }
+
+    /// Whether torch keeps any sums.
+    fn has_torch(&self, py: Python<'_>) -> PyResult<bool> {
+        self.locked(py, |engine| Ok(engine.store().has_torch()))
+    }
+
     #[getter]
     fn ids(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         Ok(self.ids.list.bind(py).get_slice(0, usize::MAX).into_any().unbind())
@@ -489,6 +506,9 @@ impl Accumulator {
         function.map(|function| function.bind(py).call1((window,))?.extract()).transpose()
     }
 }
+
+/// Shape, dtype of sums, number of the flat buffer, and first element there.
+type Param = (Vec<usize>, &'static str, usize, usize);
 
 /// A weight and a scale as tensors of a device.
 type Late = (Option<Py<PyAny>>, Option<Py<PyAny>>);

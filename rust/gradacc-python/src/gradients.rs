@@ -1,5 +1,6 @@
 //! `_core.Gradients`, and what shares its memory.
 
+use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
 use gradacc::{DType, Error};
@@ -10,6 +11,9 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::store::Taken;
 use crate::{capsule, errors};
+
+/// An id, number of the flat buffer, first element there, and how many there are.
+type Place<'py> = (Bound<'py, PyAny>, usize, usize, usize);
 
 /// The gradients of one window, by ids.
 #[pyclass(frozen, module = "gradacc._core")]
@@ -134,12 +138,48 @@ impl Gradients {
         Ok(gradient.into_pyobject(py)?.into_any())
     }
 
-    fn norm(&self, py: Python<'_>) -> PyResult<f64> {
-        let of_engine = self.read(py, gradacc::Gradients::norm)?;
+    /// Of some ids, or of all.
+    #[pyo3(signature = (ids=None))]
+    fn norm(&self, py: Python<'_>, ids: Option<Vec<Bound<'_, PyAny>>>) -> PyResult<f64> {
+        let numbers = match ids {
+            None => self.numbers.bind(py).values().extract::<Vec<usize>>()?,
+            Some(ids) => {
+                let number = |id| -> PyResult<usize> { self.numbers.bind(py).as_any().get_item(id)?.extract() };
+                ids.into_iter().map(number).collect::<PyResult<_>>()?
+            }
+        };
+        let (of_torch, of_engine): (Vec<_>, Vec<_>) =
+            numbers.into_iter().partition(|number| self.of_torch.binary_search(number).is_ok());
+        let norm = self.read(py, |gradients| gradients.norm_of(&of_engine))?;
         match &self.torch {
-            Some(torch) => Ok(of_engine.hypot(torch.call_method0(py, intern!(py, "norm"))?.extract(py)?)),
-            None => Ok(of_engine),
+            Some(torch) if !of_torch.is_empty() => {
+                let of_torch: f64 = torch.call_method1(py, intern!(py, "norm"), (of_torch,))?.extract(py)?;
+                Ok(norm.hypot(of_torch))
+            }
+            _ => Ok(norm),
         }
+    }
+
+    /// Where the sums of each gradient lie: its id, which of the buffers of `sums` (the engine's come first), the first
+    /// element there, and how many they are.
+    fn places<'py>(&self, py: Python<'py>) -> PyResult<Vec<Place<'py>>> {
+        let slots: Vec<_> = self.read(py, |gradients| {
+            Ok((0..gradients.layout().len()).map(|param| gradients.layout().slot(param)).collect())
+        })?;
+        let of_torch: HashMap<usize, (usize, usize, usize)> = match &self.torch {
+            Some(torch) => torch.bind(py).call_method0(intern!(py, "places"))?.extract()?,
+            None => HashMap::new(),
+        };
+        let used_before = |buffer: usize| self.is_used[..buffer].iter().filter(|&&is_used| is_used).count();
+        let used = used_before(self.is_used.len());
+        let place = |(id, number): (Bound<'py, PyAny>, Bound<'py, PyAny>)| {
+            let number: usize = number.extract()?;
+            Ok(match of_torch.get(&number) {
+                Some(&(buffer, offset, len)) => (id, used + buffer, offset, len),
+                None => (id, used_before(slots[number].buffer), slots[number].offset, slots[number].len),
+            })
+        };
+        self.numbers.bind(py).iter().map(place).collect()
     }
 
     /// Clips as a part of gradients whose norm is `norm`.

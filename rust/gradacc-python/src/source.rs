@@ -129,6 +129,8 @@ enum Way {
         describe: Option<Describe>,
         is_torch: bool,
     },
+    /// A DTensor of torch, of which this process has a shard.
+    Shard,
 }
 
 impl Way {
@@ -154,6 +156,9 @@ impl Way {
         if class.is_subclass_of::<PyCapsule>()? {
             return Ok(Self::Capsule);
         }
+        if class.hasattr(intern!(py, "to_local"))? && class.hasattr(intern!(py, "device_mesh"))? {
+            return Ok(Self::Shard);
+        }
         let is_torch = class.hasattr(intern!(py, "requires_grad"))? && class.hasattr(intern!(py, "is_neg"))?;
         let table = class.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))?;
         Ok(Self::DLPack { describe: table.and_then(|table| capsule::describe(&table)), is_torch })
@@ -175,6 +180,12 @@ impl Way {
                 Source::Owned(view, Owner::Object(capsule))
             }
             Self::Capsule => consume(object.cast::<PyCapsule>()?, id)?,
+            Self::Shard => {
+                let shards = py.import(intern!(py, "gradacc.torch.shards"))?;
+                let shard = shards.call_method1(intern!(py, "local"), (object,));
+                let shard = shard.map_err(|cause| failed("its to_local()", cause, id))?;
+                return Self::of(&shard.get_type())?.source(&shard, id, backend);
+            }
             Self::DLPack { describe, is_torch: true } => {
                 let tensor = torch_values(object, id)?;
                 let is_host = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;

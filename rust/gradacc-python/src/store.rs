@@ -129,6 +129,10 @@ impl DeviceStore {
         self.host.mapped_buffers()
     }
 
+    pub(crate) fn has_torch(&self) -> bool {
+        self.torch.is_some()
+    }
+
     /// Says where gradients of the parameter that is registered next are expected.
     pub(crate) fn expect_next(&self, device: &str) {
         *locked(&self.next_device) = Some(device.to_owned());

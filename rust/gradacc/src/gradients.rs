@@ -147,17 +147,30 @@ impl Gradients {
     /// # Errors
     /// Only if an environment variable of this crate is wrong.
     pub fn norm(&self) -> Result<f64> {
+        self.norm_of(&self.seen)
+    }
+
+    /// The norm of some of the gradients, by their parameters' numbers in the layout. Panics if the window did not see one.
+    ///
+    /// # Errors
+    /// As for [`norm`](Self::norm).
+    pub fn norm_of(&self, params: &[usize]) -> Result<f64> {
+        params.iter().for_each(|&param| self.check_seen(param));
         let pending = self.lock();
         let Some(pending) = pending.as_ref() else {
             drop(pending);
-            return Ok(self.sum_of_squares(self.settled()?)?.sqrt());
+            return Ok(self.sum_of_squares(self.settled()?, params)?.sqrt());
         };
-        let norm = self.sum_of_squares(&pending.buffers)?.sqrt();
+        let norm = self.sum_of_squares(&pending.buffers, params)?.sqrt();
         Ok(norm * pending.multiplier.abs() / pending.divisor)
     }
 
-    fn sum_of_squares(&self, buffers: &[Arc<Lease>]) -> Result<f64> {
-        let slots = self.seen.iter().map(|&param| self.layout.slot(param));
+    fn check_seen(&self, param: usize) {
+        assert!(self.seen.binary_search(&param).is_ok(), "the window has not seen parameter {param}");
+    }
+
+    fn sum_of_squares(&self, buffers: &[Arc<Lease>], params: &[usize]) -> Result<f64> {
+        let slots = params.iter().map(|&param| self.layout.slot(param));
         let view = |slot: Slot| {
             let buffer = &buffers[slot.buffer];
             buffer.view(slot.offset, &[slot.len], buffer.dtype())
@@ -233,7 +246,7 @@ impl Gradients {
     /// # Errors
     /// As for [`get`](Self::get).
     pub fn at(&self, param: usize) -> Result<Gradient> {
-        assert!(self.seen.binary_search(&param).is_ok(), "the window has not seen parameter {param}");
+        self.check_seen(param);
         let slot = self.layout.slot(param);
         let buffer = Arc::clone(&self.settled()?[slot.buffer]);
         Ok(Gradient {

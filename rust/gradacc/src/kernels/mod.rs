@@ -6,6 +6,7 @@
 mod body;
 mod dispatch;
 mod isa;
+mod offer;
 mod parallel;
 mod rows;
 mod scalar;

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering}
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+use super::offer;
 use crate::error::{Error, Result};
 
 /// Work on fewer bytes than this stays on the calling thread. Measured: two threads are as quick as one at 1 to 2 MiB,
@@ -131,12 +132,7 @@ impl Workers {
                 }
             }
         };
-        self.pool.in_place_scope(|scope| {
-            for _ in 1..threads {
-                scope.spawn(|_| share());
-            }
-            share();
-        });
+        offer::share(&share, |helper| (1..threads).for_each(|_| self.pool.spawn(helper())));
         for (task, (squares, finite)) in tasks.iter().zip(&found) {
             let sum_of_squares = f64::from_bits(squares.load(Ordering::Relaxed));
             each(task, Finding { sum_of_squares, finite: finite.load(Ordering::Relaxed) });

@@ -70,6 +70,21 @@ unsafe fn widen_one_by_one(source: *const f16, start: usize, end: usize, target:
     }
 }
 
+/// Whether this is a processor of Intel's.
+pub(super) fn is_intel() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        static IS_INTEL: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+        *IS_INTEL.get_or_init(|| {
+            // The vendor's name, in the order of the registers.
+            let vendor = std::arch::x86_64::__cpuid(0);
+            [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
+        })
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 /// What every machine of the target has.
 pub(super) enum Baseline {}
 

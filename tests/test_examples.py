@@ -1,5 +1,6 @@
 """The examples: their hand-written gradients, and that they run."""
 
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -44,3 +45,31 @@ def test_numpy_language_model_runs(tmp_path):
     assert float(rows["gradacc"][0]) < 1e-4 < 1e-2 < float(rows["mean of means"][0])
     assert rows["gradacc"][1] == rows["full batch"][1] != rows["mean of means"][1]
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["torch_plain_loop", "accelerate_loop", "chunked_losses"])
+def test_a_loop_trains(name, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    losses = importlib.import_module(name).main(8)
+    assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.5
+
+
+def test_chunks_of_a_loss_are_the_whole(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import chunked_losses
+    import transformer
+
+    net, (text, targets) = transformer.model(), next(transformer.batches(4))
+    total = chunked_losses.backward(net, text, targets)
+    loss = transformer.loss_of(net(text), targets, reduction="sum")
+    assert total == pytest.approx(loss.item(), rel=1e-5)
+    for parameter, expected in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_torch_language_model_runs():
+    command = [sys.executable, EXAMPLES / "torch_language_model.py", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180)
+    rows = {line[:12].strip(): line[12:].split() for line in done.stdout.splitlines() if "MiB" in line}
+    assert list(rows) == ["full batch", "plain loop", "gradacc"]
+    assert float(rows["gradacc"][0]) < 1e-4 < 1e-2 < float(rows["plain loop"][0])

@@ -146,7 +146,7 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
         divisor = self._divisor
         if divisor != 1 and loss.requires_grad:
             # The gradient of the quotient is 1; divided by the divisor, this is 1 again.
-            loss.register_hook(lambda gradient: gradient * divisor)  # type: ignore[no-untyped-call]
+            loss.register_hook(lambda gradient: gradient * divisor)
         for parameter in pl_module.parameters():
             parameter.grad = None
 

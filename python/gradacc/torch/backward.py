@@ -77,7 +77,7 @@ class Attachment:
             if parameter.requires_grad and name not in self._hooks:
                 if name not in known:
                     self._acc.register(name, parameter)
-                self._hooks[name] = parameter.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
+                self._hooks[name] = parameter.register_post_accumulate_grad_hook(self._adder(name))
 
     def _adder(self, name: str) -> Callable[[torch.Tensor], None]:
         add_part = self._acc._core.add_part

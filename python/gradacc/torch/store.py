@@ -159,7 +159,7 @@ class Store:
         taken = Sums(self._segments, {number: self._views[number] for number in numbers}, self._specs, divisor)
         self._lent = {key: storage for key, storage in self._lent.items() if not _is_gone(storage)}
         for segment in self._segments:
-            storage = StorageWeakRef(segment.buffer.untyped_storage())  # type: ignore[no-untyped-call]
+            storage = StorageWeakRef(segment.buffer.untyped_storage())
             self._lent[storage.cdata] = storage
         self.reset()
         return taken
@@ -367,7 +367,7 @@ def from_bytes(raw: bytes, shape: Sequence[int], dtype: str) -> torch.Tensor:
 
 
 def _is_gone(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
+    return bool(storage.expired())
 
 
 def _values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

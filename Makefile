@@ -37,8 +37,10 @@ bench: $(VENV)/.develop
 	cargo bench -p gradacc --bench vectorised
 	for level in scalar avx2 avx512; do GRADACC_SIMD=$$level cargo bench -p gradacc --bench kernels || exit 1; done
 	$(BIN)/python benches/peak_memory.py > target/peak_memory.json
+	$(BIN)/python benches/during_backward.py > target/during_backward.json
 	$(BIN)/python -m pytest benches -o python_files='bench_*.py' --benchmark-only --benchmark-json=target/benchmarks.json
-	$(BIN)/python benches/results.py target/benchmarks.json target/criterion target/peak_memory.json benches/RESULTS.md
+	$(BIN)/python benches/results.py target/benchmarks.json target/criterion target/peak_memory.json \
+		target/during_backward.json benches/RESULTS.md
 
 docs: $(VENV)/.develop
 	cargo doc -p gradacc --no-deps

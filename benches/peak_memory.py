@@ -38,13 +38,13 @@ def windows() -> dict[str, int]:
 
 def backward(attach: bool) -> dict[str, int]:
     """Run backward twice, with an accumulator attached or with hooks that drop each gradient."""
-    import bench_backward
+    import during_backward
 
-    warm = bench_backward.Parameters([(2**20,)] * 2)  # whatever torch and the engine make once
-    for run in (bench_backward.hooked(warm, None), bench_backward.attached(bench_backward.Parameters([(2**20,)]))):
+    warm = during_backward.Parameters([(2**20,)] * 2)  # whatever torch and the engine make once
+    for run in (during_backward.hooked(warm, None), during_backward.attached(during_backward.Parameters([(2**20,)]))):
         run()
-    model = bench_backward.Parameters(bench_backward.GPT2_SMALL)
-    run = bench_backward.attached(model) if attach else bench_backward.hooked(model, None)
+    model = during_backward.Parameters(during_backward.GPT2_SMALL)
+    run = during_backward.attached(model) if attach else during_backward.hooked(model, None)
     before = peak_bytes()
     for _ in range(2):
         run()

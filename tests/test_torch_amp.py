@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, and loss scales of a bare accumulator. Those of an optimizer are in test_torch_optimizer."""
+"""Mixed precision: autocast, and loss scales of a bare accumulator; those of an optimizer are tested beside it."""
 
 import gradacc
 import pytest

@@ -126,6 +126,13 @@ def test_the_optimizer_is_given_the_mean_of_each_window(on, options, given):
     assert t.accumulate_grad_batches == 1
 
 
+def test_windows_of_which_something_or_all_is_skipped():
+    nan = float("nan")
+    model, t = fit(GradientAccumulation(2, on_nonfinite="skip"), on=[1, nan, nan, nan, 2, 4])
+    assert model.given == [1, None, 3]
+    assert t.global_step == 3
+
+
 @pytest.mark.parametrize("every", [2, 3, 4])
 def test_unequal_batches_equal_the_full_batch(every):
     model, whole, given = Net(), Net(), data(1, 5, 2, 8, 3, 7)

@@ -217,12 +217,16 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
         """Close the window. One in which no process had a gradient leaves every `.grad` None."""
         accumulator = self._opened()
         group = None if self._ddp is None else self._ddp.process_group
-        if accumulator.count or group is not None:
-            grads = accumulator.take(group)
-            for name, parameter in pl_module.named_parameters():
-                assign(parameter, grads.get(name))
-        else:
+        try:
+            grads: Mapping[Any, Any] = accumulator.take(group)
+        except _core.WindowError:
+            if accumulator.count:
+                raise
+            # Empty, here and everywhere: every training_step returned None, or its gradients were skipped.
             accumulator.reset()
+            grads = {}
+        for name, parameter in pl_module.named_parameters():
+            assign(parameter, grads.get(name))
         self._places = 0
         if self._ddp is not None:
             # Under no_sync it forgets to broadcast buffers, such as those of batch normalization.

@@ -1,6 +1,7 @@
 """`GradientAccumulation` in real fits of an unchanged Trainer and LightningModule."""
 
 import logging
+import pickle
 import subprocess
 import sys
 
@@ -281,6 +282,49 @@ def test_a_fit_that_raised_leaves_the_trainer_as_it_was():
         t.fit(Slope(), loader(1, 3))
     assert t.accumulate_grad_batches == 1
     assert fit(accumulation, on=[3, 5])[0].given == [4]
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_a_checkpoint_of_an_exception_holds_the_window(tmp_path, index):
+    class Interrupted(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == index:
+                raise KeyError("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    class Redo(Loader):
+        def load_state_dict(self, state):
+            self.place = state["place"] - 1
+
+    model, resumed, given = Net(), Net(), data(1, 5, 2, 8, 3)
+    trainer(GradientAccumulation(3, weight=len)).fit(model, Loader(given))
+    save = L.callbacks.OnExceptionCheckpoint(tmp_path)
+    options = {**QUIET, "enable_checkpointing": True}
+    t = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[save, GradientAccumulation(3, weight=len)], **options)
+    with pytest.raises(KeyError):
+        t.fit(Interrupted(), Redo(given))
+    t = trainer(GradientAccumulation(3, weight=len))
+    t.fit(resumed, Redo(given), ckpt_path=save.ckpt_path, weights_only=True)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def test_a_fit_that_ended_before_it_began_leaves_no_window_to_the_next(tmp_path):
+    class Fails(Slope):
+        def on_fit_start(self):
+            raise KeyError("on purpose")
+
+    save, accumulation = At(0, lambda trainer: trainer.save_checkpoint(tmp_path / "mid")), GradientAccumulation(2)
+    fit(save, accumulation, on=[100, 3])
+    t = trainer(accumulation)
+    with pytest.raises(KeyError):
+        t.fit(Fails(), loader(100, 3), ckpt_path=tmp_path / "mid", weights_only=True)
+    assert fit(accumulation, on=[3, 5])[0].given == [4]
+
+
+def test_a_callback_can_be_sent_to_another_process():
+    for given in ({"every": 2}, {"schedule": {0: 2}}, {"by_step": {0: 2}}):
+        accumulation = pickle.loads(pickle.dumps(GradientAccumulation(**given, weight=len)))
+        assert fit(accumulation, on=[[1, 2, 3], 6])[0].given == [3]
 
 
 def test_pytorch_lightning():

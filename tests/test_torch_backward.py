@@ -106,6 +106,19 @@ def test_what_can_not_be_attached():
     assert_full_batch(acc, net, [batch])
 
 
+def test_a_parameter_is_attached_once_under_whatever_name():
+    net, (batch,) = network(), batches(2)
+    outer = nn.ModuleDict({"net": net})
+    acc = gradacc.GradientAccumulator([*net.named_parameters(), *outer.named_parameters(remove_duplicate=False)])
+    acc.attach(net)
+    with pytest.raises(gradacc.GradaccError, match=r"net.0.weight.*0.weight"):
+        acc.attach(outer)
+    other = gradacc.GradientAccumulator(net)
+    other.attach(net)
+    with pytest.raises(gradacc.GradaccError, match=r"weight|bias.*\.grad"), acc.micro_batch(), other.micro_batch():
+        loss(net, batch).backward()
+
+
 def test_detaching_twice_and_attaching_again():
     net, given = network(), batches(2, 3)
     acc, handle = attached(net)

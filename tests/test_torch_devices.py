@@ -88,6 +88,92 @@ def test_weights_and_scales_that_only_the_device_knows():
     assert acc.take().weight == 3.0
 
 
+def test_late_weights_are_those_at_the_time_of_the_call():
+    acc, one = accumulator({"w": torch.zeros(2)}), torch.ones(2)
+    weight = torch.tensor(2.0)
+    acc.add({"w": one}, weight)
+    with acc.micro_batch(weight, scale=weight):
+        weight.fill_(100.0)
+        acc.add_part({"w": one})
+    assert acc.take().weight == 4.0
+
+
+def test_a_state_that_is_loaded_replaces_late_weights_and_scales(tmp_path):
+    acc, one = accumulator({"w": torch.zeros(2)}), torch.ones(2)
+    acc.add({"w": one}, 3)
+    state, path = acc.state_dict(), tmp_path / "window.safetensors"
+    acc.save(path)
+    for load in (lambda: acc.load_state_dict(state), lambda: acc.load(path)):
+        acc.add({"w": one}, torch.tensor(7.0))
+        load()
+        assert acc.weight == 3.0
+        micro_batch = acc.micro_batch(torch.tensor(7.0))
+        micro_batch.__enter__()
+        load()
+        acc.add({"w": one}, 1)
+        assert acc.take().torch()["w"].tolist() == [1.0, 1.0]
+
+
+def test_weights_that_could_not_be_read_are_asked_for_again():
+    acc = accumulator({"w": torch.zeros(2)})
+    acc.add({"w": torch.ones(2)}, torch.tensor(2.0, device="meta"), scale=1)
+    for _ in range(2):
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            acc.take()
+    assert acc.count == 1
+
+
+def test_what_was_refused_does_not_vouch_for_what_comes_next():
+    acc = accumulator({"w": torch.zeros(2)}, on_nonfinite="raise")
+    with pytest.raises(gradacc.NonFiniteError):
+        acc.add({"w": torch.full((2,), torch.nan)})
+    with pytest.raises(gradacc.NonFiniteError), acc.micro_batch():
+        acc.add_part({"w": torch.full((2,), torch.nan)})
+
+
+class Fails(TorchDispatchMode):
+    """Lets torch fail in an operation of a name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name().startswith(self.name):
+            raise MemoryError("on purpose")
+        return function(*args, **(kwargs or {}))
+
+
+def add_ones(acc, parts):
+    ones = {"old": torch.ones(2), "new": torch.ones(2)}
+    if not parts:
+        return acc.add(ones)
+    with acc.micro_batch():
+        acc.add_part(ones)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_add_that_fails_half_way_breaks_the_window(parts):
+    acc = accumulator({"old": torch.zeros(2), "new": torch.zeros(2)})
+    acc.add({"old": torch.ones(2)})
+    with pytest.raises(MemoryError), Fails("aten::_foreach_add_"):
+        add_ones(acc, parts)
+    with pytest.raises(gradacc.WindowError, match="reset"):
+        acc.take()
+    acc.reset()
+    acc.add({"old": torch.ones(2)})
+    assert acc.take().torch()["old"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_add_that_fails_before_it_writes_changes_nothing(parts):
+    acc = accumulator({"old": torch.zeros(2), "new": torch.zeros(2)})
+    acc.add({"old": torch.ones(2)})
+    with pytest.raises(MemoryError), Fails("aten::_foreach_norm"):
+        add_ones(acc, parts)
+    assert acc.take().torch()["old"].tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_a_weight_that_turns_out_to_be_wrong_breaks_the_window(wrong):
     acc = accumulator({"w": torch.zeros(2)})
@@ -224,6 +310,15 @@ def test_gradients_of_cuda_go_to_their_device_by_themselves():
         torch.testing.assert_close(result, gradient)
     grads.assign_to(net)
     assert all(p.grad.device == p.device for p in net.parameters())
+
+
+@pytest.mark.cuda
+def test_a_late_scale_goes_to_the_devices_of_the_gradients():
+    acc = gradacc.GradientAccumulator({"here": torch.zeros(2), "there": torch.zeros(2, device="cuda")}, backend="torch")
+    for device in ("cpu", "cuda"):
+        weight = torch.tensor(2.0, device=device)
+        acc.add({"here": torch.ones(2), "there": torch.ones(2, device="cuda")}, weight)
+    assert [t.tolist() for t in acc.take().torch().values()] == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.cuda

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradacc.torch import AccumulatingOptimizer
 from gradacc.torch.distributed import take
 from ranks import Ranks
 from torch import nn
@@ -225,6 +226,18 @@ def test_what_is_wrong_on_one_is_raised_on_all_and_the_windows_are_kept(two, wha
         assert second["w"].tolist() == [2.5]
 
 
+def cannot_read(rank):
+    acc = gradacc.GradientAccumulator({"w": ((1,), "float32")}, backend="torch")
+    acc.add({"w": torch.ones(1)}, torch.tensor(1.0, device="meta" if rank == 1 else "cpu"), scale=1)
+    return outcome(acc)
+
+
+def test_what_torch_raises_on_one_is_raised_on_all(two):
+    for name, message in two(cannot_read):
+        assert name == "GradaccError"
+        assert re.search("rank 1 .*meta", message)
+
+
 def dies(rank):
     acc = gradacc.GradientAccumulator({"w": ((1,), "float32")})
     acc.add({"w": np.ones(1, "float32")})
@@ -339,6 +352,64 @@ def test_scales_that_differ_between_ranks_are_refused_on_all(two, scales, refuse
     for answer in two(fsdp_scales, scales, False):
         assert (answer is not None) == refused
         assert not refused or "scale=1" in answer[1]
+
+
+def fsdp_late_scales(rank):
+    net = sharded((2,))
+    acc = gradacc.GradientAccumulator(net, backend="torch")
+    for value in (2.0, 3.0):
+        mean_loss(net, batches(3)[0]).backward()
+        weight = torch.tensor(value)
+        acc.add(net, weight)
+        weight.zero_()
+    return acc.take(dist.group.WORLD).weight
+
+
+def test_scales_that_only_the_device_knows(two):
+    assert two(fsdp_late_scales) == [10.0, 10.0]
+
+
+def fsdp_refusals(rank):
+    net, messages = sharded((2,)), []
+    inner = torch.optim.SGD(net.parameters(), lr=1.0)
+    empty = gradacc.GradientAccumulator({}, on_nonfinite="skip")
+    for refused in (
+        lambda: gradacc.GradientAccumulator(net, on_nonfinite="skip"),
+        lambda: empty.register("w", net[0].weight),
+        lambda: AccumulatingOptimizer(inner, every=1, max_norm=1.0),
+    ):
+        try:
+            refused()
+        except gradacc.ArgumentError as error:
+            messages.append(str(error))
+    plain = AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))]), every=1, max_norm=1.0)
+    try:
+        plain.add_param_group({"params": list(net.parameters())})
+    except gradacc.ArgumentError as error:
+        messages.append(str(error))
+    return messages, len(empty.ids), len(plain.param_groups)
+
+
+def test_what_one_process_would_decide_by_its_own_shards_is_refused(two):
+    for messages, ids, groups in two(fsdp_refusals):
+        assert [message.split(":")[0] for message in messages] == ["on_nonfinite"] * 2 + ["max_norm"] * 2
+        assert (ids, groups) == (0, 1)
+
+
+def fsdp_optimizer(rank):
+    net = sharded((2,))
+    optimizer = AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), every=2)
+    for batch in batches(3, 3, 3, 3)[2 * rank : 2 * rank + 2]:
+        mean_loss(net, batch).backward()
+        optimizer.step()
+    return {name: p.full_tensor().detach().numpy() for name, p in net.named_parameters()}
+
+
+def test_an_accumulating_optimizer_over_shards(two):
+    net, given = network(4, 5, 1), batches(3, 3, 3, 3)
+    expected = full_batch(net, given)
+    for parameters in two(fsdp_optimizer):
+        assert_gradients(parameters, [p.detach() - g for p, g in zip(net.parameters(), expected, strict=True)])
 
 
 def fsdp_without_group(rank):

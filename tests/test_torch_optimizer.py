@@ -124,6 +124,63 @@ def test_an_inner_step_that_fails_leaves_no_grad_behind():
     assert optimizer.accumulator.window == 2
 
 
+def test_an_assignment_that_fails_leaves_no_grad_behind(monkeypatch):
+    net, (batch,) = network(), batches(3)
+    optimizer, calls = AccumulatingOptimizer(adamw(net), every=1), []
+
+    def fails(parameter, gradient):
+        parameter.grad = torch.zeros_like(parameter)
+        calls.append(parameter)
+        if len(calls) == 2:
+            raise MemoryError
+
+    monkeypatch.setattr("gradacc.torch.optimizer.assign", fails)
+    with pytest.raises(MemoryError):
+        train(net, optimizer, [batch])
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_refused_step_forgets_the_scale_of_a_scaler():
+    net, (batch,) = network(), batches(3)
+    optimizer, scaler = AccumulatingOptimizer(adamw(net), every=1), torch.amp.GradScaler("cpu", 1024.0)
+    scaler.scale(loss(net, batch)).backward()
+    with pytest.raises(gradacc.ArgumentError, match="weight"):
+        scaler.step(optimizer, weight=-1)
+    optimizer.zero_grad()
+    loss(net, batch).backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    given = []
+    optimizer.register_step_pre_hook(lambda *_: given.extend(p.grad for p in net.parameters()))
+    optimizer.step(weight=3)
+    torch.testing.assert_close(given, expected)
+
+
+def test_copies_keep_a_schedule_that_was_set():
+    net, (batch,) = network(), batches(3)
+    optimizer = AccumulatingOptimizer(adamw(net), every=4)
+    optimizer.accumulator.set_schedule(until_weight=7)
+    twin = copy.deepcopy(optimizer)
+    assert (twin.accumulator.every, twin.accumulator.until_weight) == (None, 7.0)
+    optimizer.accumulator.set_schedule(every=2)
+    assert copy.deepcopy(optimizer).accumulator.every == 2
+    train(net, optimizer, [batch, batch])
+    assert optimizer.stepped
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_group_that_can_not_be_summed_is_refused_before_the_inner_optimizer_knows_it(named):
+    net, w = network(), nn.Parameter(torch.zeros(2))
+    optimizer = AccumulatingOptimizer(torch.optim.SGD(net.named_parameters() if named else net.parameters()), every=1)
+    wrong = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(gradacc.DtypeError):
+        optimizer.add_param_group({"params": (p for p in ([("a", w), ("b", wrong)] if named else [w, wrong]))})
+    assert (len(optimizer.param_groups), len(optimizer.accumulator.ids)) == (1, 4)
+    other = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": (p for p in ([("a", w)] if named else [w]))})
+    optimizer.add_param_group({"params": [("c", other)] if named else other})
+    assert (len(optimizer.param_groups), len(optimizer.accumulator.ids)) == (3, 6)
+
+
 def test_sparse_gradients_and_a_frozen_table():
     torch.manual_seed(0)
     net = nn.ModuleList([nn.Embedding(6, 3, sparse=True), nn.Embedding(6, 3)])

@@ -7,8 +7,8 @@ from typing import Any, SupportsFloat, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from .accumulator import Table
 from .gradients import Id
+from .params import Table
 
 __all__ = [
     "Accumulator",

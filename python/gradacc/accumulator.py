@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, cast
 
 from . import _core
 from .gradients import Gradients, Id
+from .params import Table, dtype_name, id_of, items_of, spec_of
 from .schedule import Every, every_, until_weight_
 
 if TYPE_CHECKING:
@@ -20,9 +18,6 @@ if TYPE_CHECKING:
     from .torch.backward import Attachment
     from .torch.module import Module
     from .torch.shards import Shards
-
-# A dict from str is no mapping from str or int to a type checker.
-Table: TypeAlias = Mapping[str, Any] | Mapping[int, Any] | Mapping[Id, Any]
 
 
 class GradientAccumulator:
@@ -56,7 +51,8 @@ class GradientAccumulator:
             page-locked memory where there is such a way.
 
     Raises:
-        ArgumentError: An option is out of its range, or an environment variable of gradacc is.
+        ArgumentError: An option is out of its range, or an environment variable of gradacc is; or a parameter is
+            sharded over processes, and `on_nonfinite` is "skip".
         DtypeError: A parameter's dtype can't be summed.
         GradaccError: An id is given twice.
 
@@ -87,13 +83,13 @@ class GradientAccumulator:
     ) -> None:
         backend = cast("Literal['auto']", os.environ.get("GRADACC_BACKEND", "auto")) if backend is None else backend
         self._torch_keeps_all = backend == "torch"
-        items = [(_id(id), like) for id, like in _items(params)]
+        items = [(id_of(id), like) for id, like in items_of(params)]
         self._core = _core.Accumulator(
-            [(id, *_spec(id, like)) for id, like in items],
+            [(id, *spec_of(id, like)) for id, like in items],
             every=every_(every),
             until_weight=until_weight_(until_weight),
             reduction=reduction,
-            dtype=None if dtype is None else _dtype_name(dtype),
+            dtype=None if dtype is None else dtype_name(dtype),
             on_nonfinite=on_nonfinite,
             on_missing=on_missing,
             micro_norms=micro_norms,
@@ -101,11 +97,13 @@ class GradientAccumulator:
             device=device,
         )
         self._attachments: list[Attachment] = []
+        self._schedule = {"every": every, "until_weight": until_weight}
         # Of parameters that are spread over processes: how, and the scales of this window's micro-batches.
         self._shards: dict[Id, Shards] = {}
-        self._scales: list[float] = []
+        self._scales: list[Any] = []
+        self._skips = on_nonfinite == "skip"
         for id, like in items:
-            self._note_shards(id, like)
+            self._shards.update(self._shards_of(id, like))
 
     def add(
         self,
@@ -154,13 +152,14 @@ class GradientAccumulator:
         """Add gradients; `fresh` refuses those in memory that an earlier window handed over."""
         known_weight, known_scale, late = self._late(weight, scale)
         complete = self._core.add(grads, known_weight, known_scale, fresh=fresh, late=late)
-        self._note_scale(weight, scale)
+        self._note_scale(known_weight, known_scale, late)
         return complete
 
-    def _note_scale(self, weight: SupportsFloat, scale: SupportsFloat | None) -> None:
+    def _note_scale(self, weight: Any, scale: Any, late: tuple[Any, Any] | None) -> None:
         """Remember the scale of a micro-batch, if processes have to compare them."""
         if self._shards:
-            self._scales.append(float(weight if scale is None else scale))
+            late_scale = None if late is None else late[1]
+            self._scales.append(late_scale if late_scale is not None else float(weight if scale is None else scale))
 
     @contextlib.contextmanager
     def micro_batch(self, weight: SupportsFloat = 1.0, *, scale: SupportsFloat | None = None) -> Iterator[None]:
@@ -207,7 +206,7 @@ class GradientAccumulator:
                 attachment.clear()
             raise
         self._core.end_micro_batch(number, late=late)
-        self._note_scale(weight, scale)
+        self._note_scale(known_weight, known_scale, late)
 
     def _late(self, weight: Any, scale: Any) -> tuple[Any, Any, tuple[Any, Any] | None]:
         """Weight, scale, and those of them that are tensors on a device, which are not waited for."""
@@ -311,6 +310,7 @@ class GradientAccumulator:
             ArgumentError: It is out of its range, or both are given.
         """
         self._core.set_schedule(every=every_(every), until_weight=until_weight_(until_weight))
+        self._schedule = {"every": every, "until_weight": until_weight}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this window holds: a snapshot of NumPy arrays and plain values, which can be pickled.
@@ -384,15 +384,24 @@ class GradientAccumulator:
         Raises:
             GradaccError: The id is registered already.
             DtypeError: Its dtype can't be summed.
+            ArgumentError: It is sharded over processes, and `on_nonfinite` is "skip".
         """
-        self._core.register(_id(id), *_spec(id, like))
-        self._note_shards(_id(id), like)
+        shards = self._shards_of(id_of(id), like)
+        self._core.register(id_of(id), *spec_of(id, like))
+        self._shards.update(shards)
 
-    def _note_shards(self, id: Id, like: Any) -> None:
-        if hasattr(like, "to_local"):
-            from .torch.shards import shards_of
+    def _shards_of(self, id: Id, like: Any) -> dict[Id, Shards]:
+        """How a parameter is spread over processes, if it is."""
+        if not hasattr(like, "to_local"):
+            return {}
+        if self._skips:
+            raise _core.ArgumentError(
+                f'on_nonfinite: parameter {id} is sharded over processes, and with "skip" each of them would drop '
+                'micro-batches by its own shards: use "propagate"'
+            )
+        from .torch.shards import shards_of
 
-            self._shards[id] = shards_of(like)
+        return {id: shards_of(like)}
 
     @property
     def ids(self) -> list[Id]:
@@ -453,52 +462,3 @@ class GradientAccumulator:
     def __repr__(self) -> str:
         of = "" if self.every is None else f" of {self.every}"
         return f"GradientAccumulator({len(self.ids)} parameters, {self.count}{of} micro-batches)"
-
-
-def _items(params: Table | Iterable[tuple[Id, Any]] | Module) -> Iterable[tuple[Id, Any]]:
-    if isinstance(params, Mapping):
-        return params.items()
-    if hasattr(params, "named_parameters"):
-        return [(name, parameter) for name, parameter in params.named_parameters() if parameter.requires_grad]
-    return params
-
-
-def _id(id: Id) -> Id:
-    """The id as a plain str or int: a subclass may compare, hash and print as it likes."""
-    if isinstance(id, str):
-        return str.__str__(id)
-    if isinstance(id, int) and not isinstance(id, bool):
-        return int.__int__(id)
-    raise _core.ArgumentError(f"id: expected a str or an int, got {id!r}")
-
-
-def _spec(id: Id, like: Any) -> tuple[list[int], str, str]:
-    """Shape and dtype of a parameter, and where its gradients are expected."""
-    try:
-        if hasattr(like, "to_local"):  # a DTensor: this process sums the gradients of its own shard
-            like = like.to_local()
-        shape, dtype = like if isinstance(like, tuple) else (like.shape, like.dtype)
-        sizes = [operator.index(size) for size in shape]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise _core.DtypeError(f"parameter {id}: expected an array or a pair (shape, dtype), got {like!r}") from error
-    if any(size < 0 for size in sizes):
-        raise _core.ArgumentError(f"parameter {id}: expected sizes of at least 0, got {tuple(sizes)}")
-    return sizes, _dtype_name(dtype), _device(like)
-
-
-def _device(like: Any) -> str:
-    """Where a torch tensor lies; everything else is taken for the host's, until a gradient comes from elsewhere."""
-    device = getattr(like, "device", None)
-    name = str(device) if type(device).__module__ == "torch" else "cpu"
-    return "cpu" if name == "meta" else name
-
-
-def _dtype_name(dtype: Any) -> str:
-    """The name that NumPy and PyTorch give a dtype, whichever of them it is from."""
-    name = str(dtype)
-    if name.startswith("torch."):
-        return name.removeprefix("torch.")
-    try:
-        return str(np.dtype(dtype).name)
-    except TypeError:  # NumPy does not know bfloat16
-        return name

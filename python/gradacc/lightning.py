@@ -82,15 +82,28 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
             if option in options:
                 raise _core.ArgumentError(f"{option}: the Trainer closes windows, and steps on their mean")
         lengths = given[0] if isinstance(given[0], Mapping) else {0: given[0]}
-        self._lengths = _core.Lengths(every_(lengths))  # type: ignore[arg-type]
+        self._given, self._lengths = lengths, _core.Lengths(every_(lengths))  # type: ignore[arg-type]
         self._goes_by_epoch, self._weight, self._options = schedule is not None, weight, options
-        self._loaded: Mapping[str, Any] | None = None
         self._close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Make it go to other processes, as of `strategy="ddp_spawn"`, before a fit."""
+        state = self.__dict__.copy()
+        del state["_lengths"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Look lengths up as before."""
+        self.__dict__.update(state)
+        self._lengths = _core.Lengths(every_(self._given))  # type: ignore[arg-type]
 
     def _close(self) -> None:
         """Let go of a fit, or start with none."""
+        self._loaded: Mapping[str, Any] | None = None
         self._accumulator: GradientAccumulator | None = None
         self._places, self._length, self._divisor, self._batch = 0, 1, 1, None
+        # Whether a batch has begun of which nothing has been added.
+        self._is_pending = False
         self._ddp: Any = None
         self._no_sync = contextlib.ExitStack()
 
@@ -136,7 +149,7 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
             position = trainer.current_epoch if self._goes_by_epoch else trainer.global_step
             self._length = self._lengths.at(position)
         self._places += 1
-        self._batch = batch
+        self._batch, self._is_pending = batch, True
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         self._divisor = _divisor(ready, self._length, is_last=self._places >= self._length)
         trainer.accumulate_grad_batches = self._divisor
@@ -156,6 +169,7 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
         parameters = [(name, p) for name, p in pl_module.named_parameters() if p.grad is not None]
         weight = 1.0 if self._weight is None else self._weight(self._batch)
         accumulator.add({name: parameter.grad for name, parameter in parameters}, weight)
+        self._is_pending = False
         for _, parameter in parameters:
             parameter.grad = None
         if not trainer.fit_loop._should_accumulate():
@@ -179,7 +193,7 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Let go of the batch."""
-        self._batch = None
+        self._batch, self._is_pending = None, False
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drop a window that the Trainer was told to stop in."""
@@ -189,9 +203,10 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
         """Leave the Trainer as it was."""
         if stage == "fit":
             self._leave(trainer)
+            self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the Trainer as it was."""
+        """Leave the Trainer as it was. Other callbacks may still write a checkpoint: the window is kept for it."""
         self._leave(trainer)
 
     # ---- checkpoints
@@ -201,7 +216,8 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
         if self._accumulator is None:
             return {}
         window = to_tensors(self._accumulator.state_dict())
-        return {"window": window, "places": self._places, "length": self._length}
+        # A batch that was broken off is done again.
+        return {"window": window, "places": self._places - self._is_pending, "length": self._length}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state for the start of the fit."""
@@ -240,7 +256,6 @@ class GradientAccumulation(Callback):  # type: ignore[misc]
     def _leave(self, trainer: Any) -> None:
         trainer.accumulate_grad_batches = 1
         self._no_sync.close()
-        self._close()
 
 
 def _divisor(ready: int, length: int, *, is_last: bool) -> int:

@@ -25,11 +25,17 @@ class Attachment:
         acc._core.check_parts()
         self._acc = acc
         known = set(acc.ids)
-        taken = {name for other in acc._attachments for name in other._parameters}
+        taken = {name: parameter for other in acc._attachments for name, parameter in other._parameters.items()}
+        names = {id(parameter): name for name, parameter in taken.items()}
         self._parameters: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
         for name, parameter in self._parameters.items():
             if name in taken:
                 raise _core.GradaccError(f"parameter {name}: an attached module has a parameter of this name already")
+            if id(parameter) in names:
+                raise _core.GradaccError(
+                    f"parameter {name}: it is attached already, as {names[id(parameter)]}: its gradient can't be added "
+                    "under both"
+                )
             if parameter.requires_grad and name not in known:
                 raise _core.UnknownParameterError(
                     f"unknown parameter {name}: it was never registered with this accumulator; if it was frozen when "
@@ -84,6 +90,11 @@ class Attachment:
 
         def add(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                raise _core.GradaccError(
+                    f"parameter {name}: another hook has taken its .grad before this accumulator could, such as that "
+                    "of another accumulator that its module is attached to"
+                )
             add_part({name: gradient})
 
         return add

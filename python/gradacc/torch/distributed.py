@@ -40,11 +40,13 @@ def _report(acc: GradientAccumulator) -> dict[str, Any]:
     layout = [(id, *param) for id, param in zip(acc.ids, acc._core.layout(), strict=True)]
     what = [(id, acc._shards[id].shape if id in acc._shards else shape, dtype) for id, shape, dtype, _, _ in layout]
     report = {"parameters": _digest(what), "places": _digest(layout), "has_torch": acc._core.has_torch()}
-    report["scales"] = _digest(acc._scales)
     try:
-        return {**report, "share": acc._core.share(), "error": None}
-    except _core.GradaccError as error:
-        return {**report, "share": None, "error": str(error), "is_window_error": isinstance(error, _core.WindowError)}
+        scales = _digest(list(map(float, acc._scales)))
+        return {**report, "scales": scales, "share": acc._core.share(), "error": None}
+    except Exception as error:
+        # Also what torch raises: the others wait for this report.
+        message = str(error) if isinstance(error, _core.GradaccError) else f"{type(error).__name__}: {error}"
+        return {**report, "share": None, "error": message, "is_window_error": isinstance(error, _core.WindowError)}
 
 
 def _check(reports: Sequence[Mapping[str, Any]], acc: GradientAccumulator, group: Group) -> None:
@@ -84,7 +86,7 @@ def _add_up(
     alike = not acc._shards
     if alike and any(report["has_torch"] or report["places"] != reports[0]["places"] for report in reports):
         # Devices, and buffers made within a window, may differ.
-        where = _digest([(id, buffer, offset, str(flats[buffer].device)) for id, buffer, offset, _ in places])
+        where = _digest([(id, buffer, offset, flats[buffer].device.type) for id, buffer, offset, _ in places])
         alike = len(set(_gather(where, group))) == 1
     if alike:
         spans: dict[int, tuple[int, int]] = {}

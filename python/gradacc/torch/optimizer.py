@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 import torch
@@ -39,7 +39,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         optimizer: The inner optimizer; not one whose step needs a closure, as that of `torch.optim.LBFGS` does.
         every: How many micro-batches complete a window, as for `GradientAccumulator`; None with `until_weight`, or to
             decide by `flush`.
-        max_norm: Clip the mean to this norm, once per window, as `Gradients.clip_` does.
+        max_norm: Clip the mean to this norm, once per window, as `Gradients.clip_` does. Not for parameters that are
+            sharded over processes.
         options: As for `GradientAccumulator`: `until_weight`, `reduction`, `dtype`, `on_nonfinite` and so on.
 
     Raises:
@@ -75,10 +76,20 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def _set_up(self, optimizer: torch.optim.Optimizer, max_norm: float | None, options: dict[str, Any]) -> None:
         self._optimizer, self._max_norm, self._options = optimizer, max_norm, options
-        self._accumulator = GradientAccumulator(enumerate(self._parameters()), **options)
+        self._accumulator = self._accumulator_of(self._parameters())
         self._stepped = self._overflowed = False
         # Whatever else the base class keeps, without groups and a state of its own.
         super().__setstate__({})
+
+    def _accumulator_of(self, parameters: Sequence[torch.Tensor]) -> GradientAccumulator:
+        """An accumulator of some parameters. Refuses those that can't be summed, or clipped by this process alone."""
+        accumulator = GradientAccumulator(enumerate(parameters), **self._options)
+        if self._max_norm is not None and accumulator._shards:
+            raise _core.ArgumentError(
+                "max_norm: a parameter is sharded over processes, whose norm one of them does not know: use a "
+                "GradientAccumulator, and clip what its take(group=...) returns"
+            )
+        return accumulator
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -131,14 +142,24 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             What the closure has returned; None without one.
 
         Raises:
-            GradaccError: As for `GradientAccumulator.add`. Nothing has changed then, and `.grad` is as it was.
+            GradaccError: As for `GradientAccumulator.add`: nothing has changed then, and `.grad` is as it was. Or, of a
+                window that is complete, as for `GradientAccumulator.take`, as if its weight is 0 with scales that are
+                not: it is kept then, until `reset`.
         """
+        try:
+            return self._step(closure, weight, scale)
+        except BaseException:
+            # GradScaler leaves these here while it calls step, and takes them away only if that returns.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None, weight: SupportsFloat, scale: SupportsFloat | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._stepped = False
-        # GradScaler leaves these here while it calls step.
         loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             scale, overflowed = 0.0, True
@@ -175,10 +196,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         grads = self._accumulator.take()
         if self._max_norm is not None:
             grads.clip_(self._max_norm)
-        for number, parameter in enumerate(parameters):
-            assign(parameter, grads.get(number))
-        del grads
         try:
+            for number, parameter in enumerate(parameters):
+                assign(parameter, grads.get(number))
+            del grads
             self._optimizer.step()
         finally:
             # It lies in memory that goes back to the accumulator, and is counted no second time.
@@ -196,7 +217,19 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, also in the middle of a window: as the inner optimizer does."""
+        """Add a group of parameters, also in the middle of a window: as the inner optimizer does.
+
+        Raises:
+            DtypeError: A parameter's dtype can't be summed. Nothing has changed then.
+            ArgumentError: A parameter is sharded over processes, and there is a `max_norm`. Nothing has changed then.
+        """
+        if isinstance(param_group["params"], Iterator):  # which can be gone through once
+            param_group["params"] = list(param_group["params"])
+        given = param_group["params"]
+        entries = [given] if isinstance(given, torch.Tensor) else given
+        tensors = (entry[1] if isinstance(entry, tuple) else entry for entry in entries)
+        # What is no tensor is for the inner optimizer to refuse.
+        self._accumulator_of([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])
         before = len(self._parameters())
         self._optimizer.add_param_group(param_group)
         for number, parameter in enumerate(self._parameters()[before:], before):
@@ -261,7 +294,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Make copies and pickles hold the inner optimizer, the options, and the window."""
-        state = {"optimizer": self._optimizer, "max_norm": self._max_norm, "options": self._options}
+        options = {**self._options, **self._accumulator._schedule}
+        state = {"optimizer": self._optimizer, "max_norm": self._max_norm, "options": options}
         return {**state, "overflowed": self._overflowed, "window": self._accumulator.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -71,18 +71,28 @@ class Store:
         self._segments: list[Segment] = []
         self._views: dict[int, torch.Tensor] = {}
         self._found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._finding: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._scales: dict[torch.device, torch.Tensor] = {}
 
     @torch.no_grad()
-    def prepare(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor], norm: bool, finite: bool) -> None:
-        """Do all for these gradients that can fail: make buffers, where there are none, and look at their elements.
+    def prepare(
+        self,
+        numbers: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        norm: bool,
+        finite: bool,
+        late_scale: torch.Tensor | None,
+    ) -> None:
+        """Do what may fail before these gradients are added: make buffers, if there are none, look at the elements.
 
-        Whether all were finite, and with `norm` their norm, is asked for later. Waits for no device.
+        Whether all were finite, and with `norm` their norm, is asked for later. Waits for no device, if the scale is
+        on that of the gradients.
         """
-        found = (_largest(tensors) if finite else [], _norms(tensors) if norm else [])
+        self._finding = (_largest(tensors) if finite else [], _norms(tensors) if norm else [])
+        if late_scale is not None:
+            self._scales = {device: late_scale.to(device) for device in {tensor.device for tensor in tensors}}
         new = [(number, tensor.device) for number, tensor in zip(numbers, tensors, strict=True)]
         self._make_room([(number, device) for number, device in new if number not in self._views])
-        for all_found, more in zip(self._found, found, strict=True):
-            all_found.extend(more)
 
     def _make_room(self, new: Sequence[tuple[int, torch.device]]) -> None:
         self._homes.update(new)
@@ -113,9 +123,14 @@ class Store:
         numbers: Sequence[int],
         tensors: Sequence[torch.Tensor],
         firsts: Sequence[bool],
-        scale: float | torch.Tensor,
+        scale: float | None,
     ) -> None:
-        """Add the scale times each gradient to its sum; the first of a window is written. Waits for no device."""
+        """Add the scale times each gradient to its sum; the first of a window is written. Waits for no device.
+
+        Without a scale, it is the late one that they were prepared with.
+        """
+        for found, more in zip(self._found, self._finding, strict=True):
+            found.extend(more)
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for number, tensor, first in zip(numbers, tensors, firsts, strict=True):
@@ -133,16 +148,18 @@ class Store:
             pair[1].append(tensor)
         if written[0]:
             torch._foreach_copy_(*written)
-            if isinstance(scale, torch.Tensor):
+            if scale is None:
                 for sums in written[0]:
-                    _mask_(sums.mul_(scale), scale)
+                    late = self._scales[sums.device]
+                    _mask_(sums.mul_(late), late)
             elif scale != 1:
                 torch._foreach_mul_(written[0], scale)
         if not added[0]:
             return
-        if isinstance(scale, torch.Tensor):
+        if scale is None:
             for sums, tensor in zip(*added, strict=True):
-                sums.add_(_mask_(tensor.to(sums.dtype) * scale, scale))
+                late = self._scales[sums.device]
+                sums.add_(_mask_(tensor.to(sums.dtype) * late, late))
         elif any(tensor.layout != torch.strided for tensor in added[1]):
             for sums, tensor in zip(*added, strict=True):
                 sums.add_(tensor, alpha=scale)
@@ -187,7 +204,7 @@ class Store:
             view = self._views[number]
             if raw:
                 view.copy_(torch.frombuffer(bytearray(raw), dtype=view.dtype).view(view.shape))
-        self._found = self._last = ([], [])
+        self._found, self._last = ([], []), ([], [])
         return [str(self._views[number].device) for number, _ in sums]
 
     def keep_report(self) -> None:
@@ -350,7 +367,8 @@ def late(weight: Any, scale: Any, torch_keeps_all: bool) -> tuple[float, float, 
             return None
         if given.numel() != 1:
             raise _core.ArgumentError(f"{name}: expected one number, got a tensor of shape {tuple(given.shape)}")
-        return given.detach().reshape(())
+        # What it is now: it is asked for later.
+        return given.detach().reshape(()).clone()
 
     late_weight, late_scale = tensor("weight", weight), tensor("scale", weight if scale is None else scale)
     if late_weight is None and late_scale is None:

@@ -4,18 +4,19 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use gradacc::{
-    Counters, DType, Error, Goal, Gradient, Lengths, OnMissing, OnNonFinite, ParamId, ParamSpec, Reduction, Schedule,
-    Seen, Share, Store, TensorError, Weight, WindowError,
+    Counters, Error, Goal, Gradient, OnMissing, OnNonFinite, Reduction, Seen, Share, Store, TensorError, WindowError,
 };
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyBytes, PyDict};
 
+use crate::arguments::{Late, choose, clone_late, spec, to_weight};
 use crate::batch::Ids;
 use crate::engine::{Engine, Shared};
 use crate::errors;
 use crate::gradients::Gradients;
+use crate::schedule::Every;
 use crate::source::Backend;
 use crate::state;
 use crate::store::DeviceStore;
@@ -31,37 +32,6 @@ pub(crate) struct Accumulator {
     length_of: Mutex<Option<Py<PyAny>>>,
 }
 
-/// What completes a window, as Python gives it: a length, pairs of a window and the length from it on, or a function
-/// from the number of a window to its length.
-#[derive(FromPyObject)]
-enum Every<'py> {
-    Always(u64),
-    FromWindow(Vec<(u64, u64)>),
-    Told(Bound<'py, PyAny>),
-}
-
-impl Every<'_> {
-    fn schedule(every: Option<&Self>, until_weight: Option<f64>) -> Result<Schedule, Error> {
-        match (every, until_weight) {
-            (None, None) => Ok(Schedule::Open),
-            (None, Some(weight)) => Schedule::until_weight(weight),
-            (Some(_), Some(_)) => {
-                Err(Error::Argument { name: "every", reason: "expected it or until_weight, got both".into() })
-            }
-            (Some(Self::Always(length)), None) => Schedule::every(*length),
-            (Some(Self::FromWindow(lengths)), None) => Lengths::new(lengths.iter().copied()).map(Schedule::FromWindow),
-            (Some(Self::Told(_)), None) => Ok(Schedule::Told),
-        }
-    }
-
-    fn function(every: Option<Self>) -> Option<Py<PyAny>> {
-        match every {
-            Some(Self::Told(function)) => Some(function.unbind()),
-            _ => None,
-        }
-    }
-}
-
 /// What is known of the last micro-batch: `finite`, and `norm` if `micro_norms` asked for it.
 #[pyclass(frozen, get_all, module = "gradacc._core")]
 pub(crate) struct Last {
@@ -75,13 +45,6 @@ impl Last {
         let (finite, norm) = (self.finite.into_pyobject(py)?.repr()?, self.norm.into_pyobject(py)?.repr()?);
         Ok(format!("Last(finite={finite}, norm={norm})"))
     }
-}
-
-fn choose<T: Copy>(name: &'static str, options: &[(&str, T)], given: &str) -> Result<T, Error> {
-    options.iter().find(|(option, _)| *option == given).map(|&(_, value)| value).ok_or_else(|| {
-        let known: Vec<_> = options.iter().map(|(option, _)| format!("{option:?}")).collect();
-        Error::Argument { name, reason: format!("expected {}, got {given:?}", known.join(" or ")) }
-    })
 }
 
 #[pymethods]
@@ -219,12 +182,12 @@ impl Accumulator {
                     return Ok(added);
                 };
                 let store = engine.store();
-                store.set_late_scale(clone(late_scale));
+                store.set_late_scale(clone_late(late_scale));
                 let added = engine.add_batch(tensors, weight);
                 let store = engine.store();
                 store.set_late_scale(None);
                 let added = added?;
-                if let Some(late_weight) = clone(late_weight).filter(|_| !added.is_skipped()) {
+                if let Some(late_weight) = clone_late(late_weight).filter(|_| !added.is_skipped()) {
                     store.push_late_weight(late_weight);
                 }
                 store.keep_report()?;
@@ -251,7 +214,7 @@ impl Accumulator {
         self.opening(py, 0, |engine| {
             engine.begin_micro_batch(weight)?;
             if let Some((_, late_scale)) = &late {
-                engine.store().set_late_scale(clone(late_scale));
+                engine.store().set_late_scale(clone_late(late_scale));
             }
             Ok(engine.open_micro_batch())
         })
@@ -509,23 +472,3 @@ impl Accumulator {
 
 /// Shape, dtype of sums, number of the flat buffer, and first element there.
 type Param = (Vec<usize>, &'static str, usize, usize);
-
-/// A weight and a scale as tensors of a device.
-type Late = (Option<Py<PyAny>>, Option<Py<PyAny>>);
-
-fn clone(tensor: &Option<Py<PyAny>>) -> Option<Py<PyAny>> {
-    Python::attach(|py| tensor.as_ref().map(|tensor| tensor.clone_ref(py)))
-}
-
-fn to_weight(weight: &Bound<'_, PyAny>, scale: Option<&Bound<'_, PyAny>>) -> PyResult<Weight> {
-    let py = weight.py();
-    let (weight, scale) = (weight.extract()?, scale.map(|scale| scale.extract()).transpose()?);
-    let weight = Weight::new(weight).and_then(|weight| scale.map_or(Ok(weight), |scale| weight.with_scale(scale)));
-    weight.map_err(|error| errors::raise(py, error))
-}
-
-/// A parameter's shape and dtype, by the dtype's name.
-fn spec(id: u64, name: String, shape: Vec<usize>, dtype: &str) -> Result<ParamSpec, Error> {
-    let dtype: DType = dtype.parse().map_err(|reason: TensorError| reason.of(&name))?;
-    Ok(ParamSpec { id: ParamId(id), name, shape: shape.into(), dtype })
-}

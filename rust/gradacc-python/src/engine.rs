@@ -84,7 +84,7 @@ impl Shared {
     /// Refuses to wait for somebody who will never let go.
     fn check_waiting(&self) -> Result<(), Error> {
         let thread = self.thread.load(Ordering::Relaxed);
-        let refuse = |reason: &str| Err(Error::Store { reason: reason.into() });
+        let refuse = |reason: &str| Err(Error::Store { reason: reason.into(), is_added: false });
         if thread == this_thread() {
             return refuse("this accumulator is in use by the call that led to this one");
         }

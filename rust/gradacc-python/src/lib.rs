@@ -4,6 +4,8 @@
 #[deny(unsafe_code)]
 mod accumulator;
 #[deny(unsafe_code)]
+mod arguments;
+#[deny(unsafe_code)]
 mod batch;
 mod capsule;
 #[deny(unsafe_code)]

@@ -149,6 +149,13 @@ impl DeviceStore {
         locked(&self.late_weights).push(weight);
     }
 
+    /// Forgets weights and a scale that were given as tensors.
+    fn forget_late(&self) {
+        self.set_late_scale(None);
+        let weights = std::mem::take(&mut *locked(&self.late_weights));
+        drop(weights);
+    }
+
     /// The sum of the weights that were given as tensors, which are forgotten; None if there are none. Waits for the
     /// device.
     pub(crate) fn take_late_weight(&self) -> Result<Option<f64>> {
@@ -158,9 +165,12 @@ impl DeviceStore {
         }
         let total = Python::attach(|py| {
             let module = py.import(intern!(py, "gradacc.torch.store"))?;
-            module.call_method1(intern!(py, "total"), (weights,))?.extract()
+            module.call_method1(intern!(py, "total"), (&weights,))?.extract()
         });
-        total.map(Some).map_err(|error| self.fail(error))
+        total.map(Some).map_err(|error| {
+            *locked(&self.late_weights) = weights;
+            self.fail(error)
+        })
     }
 
     /// What torch has raised, if that is why a call failed.
@@ -219,7 +229,7 @@ impl DeviceStore {
         let reason = error.to_string();
         let before = locked(&self.failure).replace(error);
         drop(before);
-        Error::Store { reason }
+        Error::Store { reason, is_added: false }
     }
 
     /// Makes the store for torch's sums, unless there is one.
@@ -376,12 +386,15 @@ impl Store for DeviceStore {
             return Ok(Report { first_nonfinite: host.first_nonfinite, ..host });
         }
         let torch = self.examine_torch(batch, norm)?;
-        self.is_examined.store(true, Ordering::Relaxed);
-        Ok(merge(batch, host, torch))
+        let report = merge(batch, host, torch);
+        // What was refused is not added, and must not vouch for what is.
+        self.is_examined.store(report.first_nonfinite.is_none(), Ordering::Relaxed);
+        Ok(report)
     }
 
     fn add(&mut self, batch: &[(usize, Tensor<'_>)], scale: f64, seen: &[Seen], norm: bool) -> Result<Report> {
-        let is_torch = has_torch(batch);
+        let (is_torch, is_examined) = (has_torch(batch), self.is_examined.swap(false, Ordering::Relaxed));
+        let late_scale = Python::attach(|py| locked(&self.late_scale).as_ref().map(|scale| scale.clone_ref(py)));
         if is_torch {
             self.torch_store()?;
             for (param, _) in batch.iter().filter(|(_, tensor)| matches!(tensor, Tensor::Torch(_))) {
@@ -390,14 +403,9 @@ impl Store for DeviceStore {
             }
             let (numbers, tensors, _) = Self::torch_part(batch, seen);
             // What is found out is asked for later: now would mean to wait for the device.
-            self.call("prepare", |_| Ok(()), (numbers, tensors, norm && !self.examines, !self.examines))?;
+            let (norm, finite) = (norm && !self.examines, !self.examines);
+            self.call("prepare", |_| Ok(()), (numbers, tensors, norm, finite, &late_scale))?;
         }
-        let has_late_scale = locked(&self.late_scale).is_some();
-        let late_scale = if has_late_scale {
-            Python::attach(|py| locked(&self.late_scale).as_ref().map(|scale| scale.clone_ref(py)))
-        } else {
-            None
-        };
         let host_scale = match &late_scale {
             // In host memory it has to be known.
             Some(late) if host_part(batch).next().is_some() => {
@@ -419,15 +427,16 @@ impl Store for DeviceStore {
             return Ok(host);
         }
         let (numbers, tensors, firsts) = Self::torch_part(batch, seen);
-        let (is_examined, mut torch) = (self.is_examined.swap(false, Ordering::Relaxed), (None, 0.0));
-        match late_scale {
-            Some(late) => self.call("add", |_| Ok(()), (numbers, tensors, firsts, late))?,
-            None => self.call("add", |_| Ok(()), (numbers, tensors, firsts, scale))?,
+        let scale = late_scale.is_none().then_some(scale);
+        let added = self.call("add", |_| Ok(()), (numbers, tensors, firsts, scale)).and_then(|()| {
+            if self.examines && !is_examined { self.examine_torch(batch, norm) } else { Ok((None, 0.0)) }
+        });
+        match added {
+            Ok(torch) => Ok(merge(batch, host, torch)),
+            // Torch may have done some of it, and the engine has done its own part.
+            Err(Error::Store { reason, .. }) => Err(Error::Store { reason, is_added: true }),
+            Err(error) => Err(error),
         }
-        if self.examines && !is_examined {
-            torch = self.examine_torch(batch, norm)?;
-        }
-        Ok(merge(batch, host, torch))
     }
 
     fn take(&mut self, closing: Closing) -> Result<Taken> {
@@ -470,6 +479,7 @@ impl Store for DeviceStore {
             devices = self.call("load", |devices| devices.extract(), (loaded,))?;
         }
         self.host.load_sums(&host)?;
+        self.forget_late();
         self.places.fill(Place::Nowhere);
         host.iter().for_each(|&(param, _)| self.places[param] = Place::Host);
         for (&(param, _), device) in torch.iter().zip(devices) {
@@ -480,9 +490,7 @@ impl Store for DeviceStore {
 
     fn reset(&mut self) {
         self.host.reset();
-        self.set_late_scale(None);
-        let weights = std::mem::take(&mut *locked(&self.late_weights));
-        drop(weights);
+        self.forget_late();
         self.places.fill(Place::Nowhere);
         if self.torch.is_some() {
             // It forgets, which can't fail; and what can is said by the next call.

@@ -6,7 +6,7 @@ use crate::gradients::HasGradients;
 use crate::micro_batch::Parts;
 use crate::param::ParamSpec;
 use crate::schedule::{Goal, Schedule, at_least_1};
-use crate::store::{FlatStore, Store};
+use crate::store::{FlatStore, Report, Store};
 use crate::view::TensorView;
 use crate::window::{Share, Weight, Window};
 
@@ -133,9 +133,8 @@ impl<S: Store> GradientAccumulator<S> {
         let last = if scale == 0.0 {
             Last { finite: true, norm: None }
         } else {
-            let seen = self.window.seen();
             let report = if policy.on_nonfinite == OnNonFinite::Propagate {
-                self.store.add(batch, scale, seen, policy.micro_norms)?
+                self.add_to_store(batch, scale, policy.micro_norms)?
             } else {
                 let report = self.store.examine(batch, policy.micro_norms)?;
                 match report.first_nonfinite {
@@ -147,7 +146,7 @@ impl<S: Store> GradientAccumulator<S> {
                         self.window.reject(goal);
                         return Ok(Added { complete: false, skipped: true });
                     }
-                    None => self.store.add(batch, scale, seen, false)?,
+                    None => self.add_to_store(batch, scale, false)?,
                 };
                 report
             };
@@ -157,6 +156,15 @@ impl<S: Store> GradientAccumulator<S> {
         self.window.count(weight, goal, batch.is_empty());
         self.last = Some(last);
         Ok(Added { complete: self.window.is_complete(), skipped: false })
+    }
+
+    /// Adds to the sums. The window is broken, if the store fails when something may have been added.
+    pub(crate) fn add_to_store(&mut self, batch: &[(usize, S::Tensor<'_>)], scale: f64, norm: bool) -> Result<Report> {
+        let added = self.store.add(batch, scale, self.window.seen(), norm);
+        if let Err(Error::Store { is_added: true, .. }) = added {
+            self.window.break_off();
+        }
+        added
     }
 
     /// Sorts a batch, and refuses it for everything that can be told without reading its elements.

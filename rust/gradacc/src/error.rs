@@ -88,6 +88,8 @@ pub enum Error {
     Store {
         /// What it said.
         reason: String,
+        /// Whether part of the micro-batch may be in the sums, so that the window is broken.
+        is_added: bool,
     },
     /// The operating system gave no memory for a buffer.
     #[error("no memory for a buffer of {len_bytes} bytes: {reason}")]

@@ -76,7 +76,7 @@ impl<S: Store> GradientAccumulator<S> {
         let scale = parts.weight.scale();
         let report = match scale {
             0.0 => None,
-            _ => Some(self.store.add(batch, scale, self.window.seen(), self.policy.micro_norms)?),
+            _ => Some(self.add_to_store(batch, scale, self.policy.micro_norms)?),
         };
         self.window.mark(scale, batch.iter().map(|&(param, _)| param));
         let Some(parts) = &mut self.parts else { return Ok(()) };

@@ -78,7 +78,8 @@ pub trait Store {
     /// every parameter, is written instead, so that nothing of an earlier window is left in it.
     ///
     /// # Errors
-    /// Before anything is written: if the scale is beyond the sums' range, or there is no memory.
+    /// Before anything is written: if the scale is beyond the sums' range, or there is no memory. Later only as an
+    /// [`Error::Store`](crate::Error::Store) that says so: the window is broken then.
     fn add(&mut self, batch: &[(usize, Self::Tensor<'_>)], scale: f64, seen: &[Seen], norm: bool) -> Result<Report>;
 
     /// Hands the sums over, without touching those that were written, and starts with none.

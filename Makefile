@@ -80,6 +80,6 @@ $(BIN)/maturin:
 
 MATURIN := "maturin>=1.16,<2"
 AARCH64 := aarch64-unknown-linux-gnu
-EVERYTHING := test,lint,bench,demo,docs
+EVERYTHING := test,lint,demo,docs
 need = command -v $(1) >/dev/null || { echo "gradacc needs $(2): $(1) was not found" >&2; exit 1; }
 install = . $(BIN)/activate && maturin develop --release --quiet --extras $(1) $$([ -x $(BIN)/uv ] && echo --uv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, cast
 
 from . import _core
@@ -286,13 +286,16 @@ class GradientAccumulator:
             GradaccError: The processes have other parameters, or gave sharded ones other scales.
         """
         if group is None:
-            taken = Gradients(self._core.take())
+            taken = self._hand_over(self._core.take())
         else:
             from .torch.distributed import take
 
             taken = take(self, group)
         self._scales.clear()
         return taken
+
+    def _hand_over(self, core: _core.Gradients, norm: Callable[[], float] | None = None) -> Gradients:
+        return Gradients(core, norm=norm)
 
     def reset(self) -> None:
         """Forget what this window holds, and a micro-batch that is open. It stays the same window, and is empty."""

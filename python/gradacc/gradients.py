@@ -101,7 +101,7 @@ class Gradients(Mapping[Id, Any]):
 
     def jax(self) -> dict[Any, jax.Array]:
         """Return JAX arrays that alias the memory: don't write to it by other ways, JAX takes it for constant."""
-        from .jax import to_jax
+        from .jax.export import to_jax
 
         return to_jax(self)
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from .. import _core
-from ..gradients import Gradients, Id
 
 if TYPE_CHECKING:
     from ..accumulator import GradientAccumulator
+    from ..gradients import Gradients, Id
     from .shards import Shards
 
 Group = dist.ProcessGroup
@@ -29,10 +29,10 @@ def take(acc: GradientAccumulator, group: Group) -> Gradients:
     acc._scales.clear()
     _add_up(core, acc, reports, group)
     if not acc._shards:
-        return Gradients(core)
+        return acc._hand_over(core)
     # What was sharded has been averaged over the processes before: this makes sums of the averages.
     core.scale_(dist.get_world_size(group))
-    return Gradients(core, norm=lambda: _norm(core, acc._shards, group))
+    return acc._hand_over(core, norm=lambda: _norm(core, acc._shards, group))
 
 
 def _report(acc: GradientAccumulator) -> dict[str, Any]:

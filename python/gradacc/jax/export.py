@@ -1,4 +1,4 @@
-"""JAX: hand-over of gradients that are used outside of `jit`, or passed into it."""
+"""Hand-over of gradients as JAX arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 if TYPE_CHECKING:
-    from .gradients import Gradients
+    from ..gradients import Gradients
 
 
 def to_jax(grads: Gradients) -> dict[Any, jax.Array]:

@@ -1,6 +1,7 @@
 """The package itself: what it imports, what its environment variables do, and that what its documents say runs."""
 
 import doctest
+import importlib
 import os
 import pathlib
 import re
@@ -10,9 +11,6 @@ import threading
 import time
 
 import gradacc
-import gradacc.accumulator
-import gradacc.schedule
-import gradacc.torch.optimizer
 import numpy as np
 import pytest
 
@@ -36,7 +34,7 @@ import sys, gradacc, numpy as np
 acc = gradacc.GradientAccumulator({"w": ((2,), "float32")})
 acc.add({"w": np.ones(2, np.float32)})
 acc.take().numpy()
-print(*{"torch", "jax", "lightning", "optax", "ml_dtypes", "brainpy"} & set(sys.modules))
+print(*{"torch", "jax", "lightning", "optax", "ml_dtypes", "brainpy", "brainstate"} & set(sys.modules))
 """)
     assert (done.stdout.strip(), done.stderr) == ("", "")
 
@@ -189,8 +187,24 @@ assert os.waitpid(child, 0)[1] == 0
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", [gradacc.accumulator, gradacc.schedule, gradacc.torch.optimizer])
-def test_examples_in_docstrings(module):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulator",
+        "schedule",
+        "torch.optimizer",
+        "jax.accumulator",
+        "jax.functional",
+        "jax.micro_batches",
+        "optax",
+        "brainpy",
+        "brainstate",
+    ],
+)
+def test_examples_in_docstrings(name):
+    if name.startswith("brain"):
+        pytest.importorskip(name)
+    module = importlib.import_module(f"gradacc.{name}")
     failed, tried = doctest.testmod(module)
     assert (failed, tried > 0) == (0, True)
 

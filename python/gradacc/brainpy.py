@@ -50,9 +50,9 @@ def accumulate_gradients(
         >>> import jax.numpy as jnp
         >>> from gradacc.brainpy import accumulate_gradients
         >>> w = bm.Variable(jnp.asarray(2.0))
-        >>> gradients = accumulate_gradients(lambda x: jnp.mean(x * w.value), w, micro_batches=3)
-        >>> value, gradient = gradients(jnp.arange(7.0))
+        >>> gradients = accumulate_gradients(lambda x: jnp.mean(x * w.value), w, micro_batches=4)
+        >>> value, gradient = gradients(jnp.arange(8.0))
         >>> float(value), float(gradient)
-        (6.0, 3.0)
+        (7.0, 3.5)
     """
     return accumulate_by(bm, loss_fun, grad_vars, micro_batches, weight, has_aux)

@@ -209,6 +209,45 @@ def test_under_vmap_and_in_a_scan():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-6), together, one)
 
 
+@pytest.mark.parametrize("jit", [EAGER, JITTED], ids=["eager", "jitted"])
+def test_training_can_be_differentiated(jit):
+    """By a learning rate that the inner transformation closes over, beside optax's own."""
+
+    def trained(rate, wrap):
+        tx, params = wrap(optax.adam(rate)), jnp.array([1.0, 2.0])
+        state = tx.init(params)
+        for factor in (1.0, 2.0, 3.0, 4.0):
+            grads = jax.grad(lambda p, factor=factor: factor * jnp.sum(p**3))(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return jnp.sum(params**2)
+
+    ours, its = (
+        jit(jax.value_and_grad(lambda rate, wrap=wrap: trained(rate, wrap)))(0.1)
+        for wrap in (lambda inner: accumulate(inner, 2), lambda inner: optax.MultiSteps(inner, 2))
+    )
+    np.testing.assert_allclose(ours, its, rtol=1e-5)
+    _, slope = jax.jvp(jit(lambda rate: trained(rate, lambda inner: accumulate(inner, 2))), (0.1,), (1.0,))
+    np.testing.assert_allclose(slope, ours[1], rtol=1e-5)
+
+
+def test_a_donated_state_stays_where_it_is():
+    """Between steps nothing of it is copied: there are no more temporaries than updates."""
+    params = {"w": jnp.ones((512, 512)), "v": jnp.ones((500, 500))}
+    tx = accumulate(optax.adamw(0.1), 2)
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(step, donate_argnums=0).lower((params, tx.init(params)), params).compile()
+    len_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    used = compiled.memory_analysis()
+    assert used.alias_size_in_bytes >= 4 * len_bytes
+    assert used.temp_size_in_bytes < 2.2 * len_bytes
+
+
 def test_traces_and_donated_states():
     traces, tx = [], accumulate(optax.adam(0.1), lambda step: step + 1)
 

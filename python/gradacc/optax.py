@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
@@ -118,31 +120,56 @@ def accumulate(
         window = add(state.window, grads, weight, scale, skip_nonfinite)
         of_inner = jax.tree.map(_strong, state.inner)
         wide = None if params is None else _like(window.sums, params)
+        extra_tree: Any
+        extra_leaves, extra_tree = jax.tree.flatten(extra)
+        arrays = {place: leaf for place, leaf in enumerate(extra_leaves) if isinstance(leaf, jax.Array | np.ndarray)}
 
-        def evaluate(window: State, of_inner: Any) -> tuple[Any, Any]:
-            updates, new = inner.update(take(window, reduction)[0], of_inner, wide, **extra)
-            # Both branches have to give the same dtypes.
-            return jax.tree.map(_strong, updates), jax.tree.map(lambda a, b: _strong(a, b.dtype), new, of_inner)
+        def step(window: State, of_inner: Any, wide: Any, arrays: dict[int, Any]) -> tuple[State, Any, Any]:
+            given = [arrays.get(place, leaf) for place, leaf in enumerate(extra_leaves)]
+            mean, empty = take(window, reduction)
+            updates, new = inner.update(mean, of_inner, wide, **extra_tree.unflatten(given))
+            # A loop and a branch have to keep the dtypes.
+            new = jax.tree.map(lambda a, b: _strong(a, b.dtype), new, of_inner)
+            return empty, new, jax.tree.map(_strong, updates)
 
-        def step(window: State, of_inner: Any) -> tuple[Any, AccumulateState]:
-            updates, of_inner = evaluate(window, of_inner)
-            empty = take(window)[1]
-            after = AccumulateState(of_inner, *empty, jnp.zeros_like(length), state.windows + 1, jnp.asarray(True))
-            return updates, after
-
-        def wait(window: State, of_inner: Any) -> tuple[Any, AccumulateState]:
-            like, _ = jax.eval_shape(evaluate, window, of_inner)
-            updates = jax.tree.map(lambda leaf: lax.full_like(leaf, 0), like)
-            return updates, AccumulateState(of_inner, *window, length, state.windows, jnp.asarray(False))
-
+        *_, like = jax.eval_shape(step, window, of_inner, wide, arrays)
         is_complete = window.count >= length
-        if not isinstance(is_complete, jax.core.Tracer):
-            # Outside of jit, `cond` would be compiled again for every call.
-            return (step if is_complete else wait)(window, of_inner)
-        result: tuple[Any, AccumulateState] = lax.cond(is_complete, step, wait, window, of_inner)
-        return result
+        closed: tuple[State, Any, Any] = _only_if(is_complete, step, window, of_inner, like, wide, arrays)
+        window, of_inner, updates = closed
+        length, windows = jnp.where(is_complete, 0, length), state.windows + is_complete
+        counters = (length, windows.astype(jnp.int32), is_complete)
+        return updates, AccumulateState(of_inner, *window, *counters)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _only_if(is_complete: Any, step: Any, window: State, of_inner: Any, like: Any, *rest: Any) -> Any:
+    """What a step makes of a window and a state, and updates, if it is complete; else these, and zeros."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda leaf: lax.full_like(leaf, 0), like)
+
+    if not isinstance(is_complete, jax.core.Tracer):
+        # Outside of jit, `cond` would be compiled again for every call.
+        return step(window, of_inner, *rest) if is_complete else (window, of_inner, zeros())
+
+    # What the inner transformation closes over, such as a learning rate that is differentiated, becomes an argument.
+    step, hoisted = jax.closure_convert(step, window, of_inner, *rest)
+    rest = (*rest, *hoisted)
+
+    # A loop of at most one turn leaves a donated state where it is; `cond` copies it. But only `cond` has a gradient.
+    @jax.custom_jvp
+    def chosen(is_complete: Any, window: State, of_inner: Any, *rest: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            return jnp.zeros_like(carry[0]), step(*carry[1][:2], *rest)
+
+        return lax.while_loop(lambda carry: carry[0], turn, (is_complete, (window, of_inner, zeros())))[1]
+
+    def branched(is_complete: Any, window: State, of_inner: Any, *rest: Any) -> Any:
+        return lax.cond(is_complete, step, lambda *held: (*held[:2], zeros()), window, of_inner, *rest)
+
+    chosen.defjvp(functools.partial(jax.jvp, branched))
+    return chosen(is_complete, window, of_inner, *rest)
 
 
 def has_updated(state: Any) -> jax.Array:

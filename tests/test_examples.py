@@ -54,6 +54,15 @@ def test_a_loop_trains(name, monkeypatch):
     assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.5
 
 
+@pytest.mark.parametrize("name", ["jax_plain", "flax_train_state", "equinox_loop", "brainpy_digits"])
+def test_a_loop_learns_digits(name, monkeypatch):
+    if name.startswith("brainpy"):
+        pytest.importorskip("brainpy")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    losses = importlib.import_module(name).main(40)
+    assert sum(losses[-4:]) / 4 < losses[0] / 2
+
+
 def test_chunks_of_a_loss_are_the_whole(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     import chunked_losses

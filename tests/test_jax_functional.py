@@ -32,8 +32,9 @@ def leaves(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-WEIGHTS = st.floats(0, 1000, width=32)
-SCALES = st.none() | st.floats(-10, 10, width=32)
+# XLA takes what is subnormal for 0.
+WEIGHTS = st.just(0.0) | st.floats(2**-10, 1000, width=32)
+SCALES = st.none() | WEIGHTS | WEIGHTS.map(lambda scale: -scale)
 
 
 @given(st.lists(st.tuples(WEIGHTS, SCALES, st.booleans()), min_size=1, max_size=6), st.sampled_from(["mean", "sum"]))
@@ -107,6 +108,12 @@ def test_numpy_arrays_and_shapes_alone():
         np.testing.assert_allclose(ours, 3 * its, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_float64_arrays_of_numpy_without_x64_are_what_jax_makes_of_them():
+    state = add(init(np.zeros(2)), np.ones(2))
+    assert (state.sums.dtype, take(state)[0].tolist()) == (jnp.float32, [1, 1])
+
+
 def test_a_nan_does_not_outlive_its_window_and_windows_are_compiled_once():
     traces = []
 
@@ -154,6 +161,16 @@ def test_options_that_make_no_sense():
     for options in ({"weight": -1}, {"weight": float("nan")}, {"scale": np.float32("inf")}):
         with pytest.raises(gradacc.ArgumentError, match=next(iter(options))):
             add(state, full(1), **options)
+    for wrong in (jnp.ones(2), jnp.ones((1, 1)), "2"):
+        with pytest.raises(gradacc.ArgumentError, match="weight: expected one number"):
+            add(state, full(1), wrong)
+    with pytest.raises(gradacc.ArgumentError, match="at least 0"):
+        add(state, full(1), np.array(-1.0))
+    for dtype in (jnp.int32, jnp.float8_e4m3fn):
+        with pytest.raises(gradacc.DtypeError, match="sums of"):
+            init(full(0), dtype=dtype)
+    with pytest.raises(gradacc.DtypeError, match="float8"):
+        init(full(0, jnp.float8_e4m3fn))
     with pytest.raises(gradacc.DtypeError, match="array"):
         add(state, 1.0)
     with pytest.raises(gradacc.ArgumentError, match="reduction"):

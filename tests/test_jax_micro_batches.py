@@ -111,6 +111,60 @@ def test_keyword_arguments_go_to_every_micro_batch():
     assert_close(result, jax.value_and_grad(fun)(2.0, jnp.arange(5.0), **keywords))
 
 
+def test_keyword_arguments_that_are_equal_and_not_the_same():
+    def fun(w, x, *, c):
+        return jnp.mean(w * x) * (10 if c is True else 1) * (2 if isinstance(c, float) else 1) * np.copysign(1.0, c)
+
+    accumulated, x = accumulate_gradients(fun, micro_batches=2), jnp.arange(5.0)
+    assert [float(accumulated(1.0, x, c=c)[0]) for c in (1, True, 1.0, 0.0, -0.0)] == [2, 20, 4, 4, -4]
+
+
+def test_keyword_arguments_of_all_kinds():
+    def fun(w, x, *, options):
+        return jnp.mean(w * x).astype(options["dtype"]) * options["by"] * len(options["names"])
+
+    options = {"dtype": np.float32, "by": jnp.asarray(2.0), "names": ["a", ()]}
+    accumulated, traces = accumulate_gradients(fun, micro_batches=2), []
+    assert accumulated(1.0, jnp.arange(5.0), options=options)[0] == 8
+    counted = accumulate_gradients(lambda w, x, nan: (traces.append(1), jnp.mean(w * x))[1], micro_batches=2)
+    for _ in range(3):
+        counted(1.0, jnp.arange(4.0), nan=float("nan"))
+    assert len(traces) == 2  # once for the shapes, once for the scan
+
+
+def test_what_is_reduced_is_wide_enough_and_masked():
+    def reduced(how, aux, samples=512, **options):
+        fun = accumulate_gradients(
+            lambda w, x: (jnp.mean(w * x), aux(x)), micro_batches=samples, has_aux=True, reduce_aux=how, **options
+        )
+        return fun(2.0, jnp.arange(float(samples)))[0][1]
+
+    assert reduced("sum", lambda x: jnp.bfloat16(1)) == 512
+    assert reduced("sum", lambda x: jnp.uint8(1)) == 512
+    assert reduced("sum", lambda x: x[0] > 3, 7) == 3
+    assert reduced("mean", lambda x: x[0] > 3, 8) == 0.5
+    assert reduced("mean", lambda x: {"a": len(x)}, 8)["a"] == 1
+    nan_at_0 = lambda x: jnp.where(x[0] == 0, jnp.nan, 1.0)  # noqa: E731
+    assert reduced("sum", nan_at_0, 7, weight=lambda x: x.sum()) == 6
+
+
+def test_a_loss_of_16_bits_is_summed_in_float32():
+    fun = accumulate_gradients(lambda w, x: jnp.mean(w * x), micro_batches=512, dtype=jnp.bfloat16)
+    value, _ = fun(jnp.bfloat16(1), jnp.ones(512, jnp.bfloat16))
+    assert value == 1
+
+
+def test_weights_and_places_that_make_no_sense():
+    x = jnp.arange(6.0)
+    for weight in (lambda x: -2.0, lambda x: float("nan"), lambda x: x):
+        with pytest.raises(gradacc.ArgumentError, match="weight"):
+            accumulate_gradients(lambda w, x: jnp.mean(w * x), micro_batches=2, weight=weight)(1.0, x)
+    for argnums in (2, -3, (0, 5)):
+        with pytest.raises(gradacc.ArgumentError, match="argnums"):
+            accumulate_gradients(lambda w, x: jnp.mean(w * x), micro_batches=2, argnums=argnums)(1.0, x)
+    assert accumulate_gradients(lambda w, x: jnp.mean(w * x), micro_batches=2, argnums=np.int64(0))(1.0, x)[1] == 2.5
+
+
 def test_random_keys_are_a_batch_like_another():
     def fun(w, x, key):
         return jnp.mean(w * x * jax.vmap(jax.random.uniform)(key))

@@ -147,6 +147,25 @@ def test_traced_gradients_are_sent_to_the_functional_form():
     acc = gradacc.jax.GradientAccumulator({"w": jnp.zeros(2)})
     with pytest.raises(gradacc.GradaccError, match=r"'w'.*jit.*gradacc\.jax\.init, add and take"):
         jax.jit(lambda g: acc.add(g))({"w": jnp.ones(2)})
+    with pytest.raises(gradacc.GradaccError, match=r"weight.*gradacc\.jax\.init, add and take"):
+        jax.jit(lambda weight: acc.add({"w": jnp.ones(2)}, weight))(2.0)
+
+
+def test_nodes_that_differ_in_what_is_no_leaf_or_refuse_other_leaves():
+    one, other = (jax.tree_util.Partial(function, jnp.ones(2)) for function in (jnp.sin, jnp.cos))
+    with pytest.raises(gradacc.GradaccError, match="in place of"):
+        gradacc.jax.GradientAccumulator(one).add(other)
+
+    @jax.tree_util.register_pytree_node_class
+    class Strict(Pair):
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            if any(isinstance(child, str) for child in children):
+                raise ValueError("no strings")
+            return cls(*children)
+
+    with pytest.raises(gradacc.GradaccError, match="another tree"):
+        gradacc.jax.GradientAccumulator(Strict(jnp.ones(2))).add([jnp.ones(2)])
 
 
 def test_gradients_on_other_devices_are_sent_to_the_functional_form():

@@ -63,15 +63,15 @@ def accumulate(
     schedule counts. Its schedules count windows. Under `jax.vmap` both are evaluated, and one is chosen.
 
     `update(grads, state, params, weight=1.0, scale=None, **extra)` takes a micro-batch's weight, and its scale, as
-    `gradacc.jax.add` does; other keyword arguments go to the inner transformation, from the micro-batch that completes
-    the window. The inner transformation is given the mean in the dtypes of the sums, and parameters in these; where
-    parameters have 16 bits, `optax.apply_updates` rounds them after the step.
+    `gradacc.jax.add` does, and keeps these to itself; other keyword arguments go to the inner transformation, from the
+    micro-batch that completes the window. That is given the mean in the dtypes of the sums, and parameters in these;
+    where parameters have 16 bits, `optax.apply_updates` rounds them after the step.
 
     Args:
         inner: A transformation of optax, or a chain of some.
         every: How many micro-batches complete a window; or a function from the number of gradient steps so far, a 0-d
-            int32 array that may be traced, to that. It is fixed when a window's first micro-batch comes, so that a
-            window which is open keeps its length when this changes.
+            int32 array that may be traced, to that, at least 1. It is fixed when a window's first micro-batch comes, so
+            that a window which is open keeps its length when this changes.
         reduction: "mean" divides by the weight of the window, "sum" does not.
         skip_nonfinite: Drop a micro-batch with NaN or infinity in it as a whole; the window waits for one more.
             Otherwise they are in the window's mean, and in no later one.

@@ -29,7 +29,8 @@ class GradientAccumulator(Base):
 
     Args:
         tree: Parameters, or anything with their structure, shapes and dtypes, such as what `jax.eval_shape` returns:
-            dicts, lists, tuples, namedtuples, dataclasses, modules of flax and equinox. None is no parameter.
+            dicts, lists, tuples, namedtuples, dataclasses, variables of flax and states of its nnx, modules of equinox.
+            None is no parameter.
         every: As for `gradacc.GradientAccumulator`.
         until_weight: As for `gradacc.GradientAccumulator`.
         reduction: As for `gradacc.GradientAccumulator`.
@@ -101,6 +102,9 @@ class GradientAccumulator(Base):
             NonFiniteError: A gradient holds NaN or infinity, and `on_nonfinite` is "raise".
             ArgumentError: The weight or the scale is out of its range.
         """
+        for name, number in (("weight", weight), ("scale", scale)):
+            if isinstance(number, jax.core.Tracer):
+                _refuse(f"{name}: it is traced")
         return super().add(self._in_host_memory(grads), weight, scale=scale)
 
     def add_part(self, grads: Any) -> None:
@@ -116,9 +120,10 @@ class GradientAccumulator(Base):
         leaves = self._structure.flatten(grads)
         for id, leaf in zip(self._structure.ids, leaves, strict=True):
             if isinstance(leaf, jax.core.Tracer):
-                _refuse(id, "is traced: inside jit there are no gradients yet")
+                _refuse(f"parameter {id!r}: its gradient is traced: inside jit there is none yet")
             if isinstance(leaf, jax.Array) and not _is_in_host_memory(leaf):
-                _refuse(id, f"lies on {', '.join(map(str, sorted(leaf.devices(), key=str)))}, not in host memory alone")
+                devices = ", ".join(map(str, sorted(leaf.devices(), key=str)))
+                _refuse(f"parameter {id!r}: its gradient lies on {devices}, not in host memory alone")
         return leaves
 
     def take(self, group: ProcessGroup | None = None) -> Gradients:
@@ -192,7 +197,5 @@ def _is_in_host_memory(array: jax.Array) -> bool:
     return len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
-def _refuse(id: str, why: str) -> NoReturn:
-    raise _core.GradaccError(
-        f"parameter {id!r}: its gradient {why}: use the functional form there, gradacc.jax.init, add and take"
-    )
+def _refuse(why: str) -> NoReturn:
+    raise _core.GradaccError(f"{why}: use the functional form there, gradacc.jax.init, add and take")

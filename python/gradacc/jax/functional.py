@@ -8,11 +8,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import dtypes, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _core
 from .tree import Structure
+
+SUMMED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 class State(NamedTuple):
@@ -24,7 +27,7 @@ class State(NamedTuple):
     sums: Any
     """Sums of scale times gradient, in the structure of the parameters. -0.0 where nothing was added."""
     weight: jax.Array
-    """The weight so far; 0-d, of JAX's default float."""
+    """The weight so far; 0-d, of JAX's default float: without x64 that is float32, which has whole numbers to 2**24."""
     count: jax.Array  # type: ignore[assignment]  # shadows the method of tuples, as fields of optax's states do
     """How many micro-batches were added; 0-d int32."""
     rejected: jax.Array
@@ -88,10 +91,11 @@ def add(
     Raises:
         GradaccError: `grads` has another structure or shape.
         DtypeError: A gradient is no array, or of a wider dtype than its sums.
-        ArgumentError: Weight or scale is a plain number that is out of its range. Arrays are not looked at.
+        ArgumentError: Weight or scale is not one number, or a plain number that is out of its range. The values of JAX
+            arrays are not looked at.
     """
-    weight = _number("weight", weight, least=0)
-    scale = weight if scale is None else _number("scale", scale)
+    weight = scalar("weight", weight, least=0)
+    scale = weight if scale is None else scalar("scale", scale)
     structure = Structure(state.sums)
     new = structure.flatten(grads)
     pairs = list(zip(structure.ids, structure.flatten(state.sums), new, strict=True))
@@ -142,12 +146,13 @@ def take(state: State, reduction: Literal["mean", "sum"] = "mean") -> tuple[Any,
 
 def _empty(id: str, leaf: Any, dtype: DTypeLike) -> jax.Array:
     try:
-        own = jnp.dtype(leaf.dtype)
+        own = dtypes.canonicalize_dtype(leaf.dtype)
     except (AttributeError, TypeError) as error:
         raise _core.DtypeError(f"parameter {id!r}: expected an array, got {leaf!r}") from error
-    if not jnp.issubdtype(own, jnp.inexact):
-        raise _core.DtypeError(f"parameter {id!r}: expected floating-point or complex numbers, got {own}")
-    wide = jnp.promote_types(own, dtype)
+    for what, given in (("numbers", own), ("sums", jnp.dtype(dtype))):
+        if given.name not in SUMMED:
+            raise _core.DtypeError(f"parameter {id!r}: expected {what} of {', '.join(SUMMED)}, got {given}")
+    wide = dtypes.canonicalize_dtype(jnp.promote_types(own, dtype))
     return lax.full_like(leaf, _nothing(wide), wide)
 
 
@@ -161,20 +166,24 @@ def _check(id: str, sums: jax.Array, gradient: Any) -> None:
     if gradient is None:
         return
     try:
-        shape, dtype = tuple(gradient.shape), jnp.dtype(gradient.dtype)
+        shape, dtype = tuple(gradient.shape), dtypes.canonicalize_dtype(gradient.dtype)
     except (AttributeError, TypeError) as error:
         raise _core.DtypeError(f"parameter {id!r}: expected an array, got {gradient!r}") from error
     if shape != sums.shape:
         raise _core.ShapeError(f"parameter {id!r}: expected a gradient of shape {sums.shape}, got {shape}")
-    if not jnp.issubdtype(dtype, jnp.inexact) or jnp.promote_types(dtype, sums.dtype) != sums.dtype:
+    if dtype.name not in SUMMED or jnp.promote_types(dtype, sums.dtype) != sums.dtype:
         raise _core.DtypeError(f"parameter {id!r}: sums of {sums.dtype} take no gradient of {dtype}")
 
 
-def _number(name: str, given: Any, least: float = -math.inf) -> jax.Array:
-    """A weight or scale as a scalar of JAX's default float."""
+def scalar(name: str, given: Any, least: float = -math.inf) -> jax.Array:
+    """A weight or scale as a scalar of JAX's default float. Plain numbers are checked."""
+    if isinstance(given, np.ndarray) and given.ndim == 0:
+        given = given.item()
     if isinstance(given, numbers.Real) and not (math.isfinite(given) and float(given) >= least):
         of = "" if math.isinf(least) else f" of at least {least}"
         raise _core.ArgumentError(f"{name}: expected a finite number{of}, got {given}")
+    if isinstance(given, str) or jnp.shape(given):
+        raise _core.ArgumentError(f"{name}: expected one number, got {given!r}")
     return jnp.asarray(given, float)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import dtypes, lax
 from jax.typing import DTypeLike
 
 from .. import _core
 from .batch import Batch, number_of
-from .functional import add, init, take
+from .functional import add, init, scalar, take
 
 Scan = Callable[[Callable[[Any, Any], tuple[Any, Any]], Any, jax.Array], tuple[Any, Any]]
 
@@ -37,18 +39,19 @@ def accumulate_gradients(
     Args:
         fun: As for `jax.value_and_grad`: returns a scalar that is a mean over its samples (or tokens, see `weight`).
             Arguments that are not in `argnums` are the batch: trees of arrays whose first dimension is the samples,
-            all of the same number. Keyword arguments are handed on as they are, to every micro-batch; those that are no
-            arrays have to be hashable.
+            all of the same number. Keyword arguments are handed on as they are, to every micro-batch. Arrays in them
+            are traced; everything else has to be hashable, and another value is compiled anew.
         micro_batches: How many. Of k, micro-batch i has the samples i, i + k, i + 2k and so on; where k does not
             divide the samples, the first ones have one more. If there are fewer samples than k, each is one.
         weight: From the batch arguments of a micro-batch, in their order, to what it counts for, such as its tokens: a
-            scalar. By default its samples. At 0 what `fun` returns is not looked at, and may be NaN.
+            scalar. By default its samples. At 0 what `fun` returns is not looked at, and may be NaN, unless it is
+            stacked.
         argnums: Which positional arguments to differentiate, as for `jax.value_and_grad`.
         has_aux: Whether `fun` returns a pair of the scalar and something else.
         dtype: What to sum in, as for `gradacc.jax.init`.
         reduction: "mean" divides by the weight of the batch; "sum" does not.
         reduce_aux: None stacks what else `fun` returns, with one entry per micro-batch, in a new first dimension; "sum"
-            adds it up, and "mean" is its mean, weighted as the gradients are.
+            adds it up, in 32 bits at least, and "mean" is its mean, weighted as the gradients are.
 
     Returns:
         A function of the same arguments, whose result is `(value, gradient)`, or `((value, aux), gradient)`. Gradients
@@ -61,6 +64,7 @@ def accumulate_gradients(
 
     Example:
         >>> import jax.numpy as jnp
+    import numpy as np
         >>> from gradacc.jax import accumulate_gradients
         >>> loss = lambda w, x, y: jnp.mean((x * w - y) ** 2)
         >>> value, gradient = accumulate_gradients(loss, micro_batches=3)(1.0, jnp.arange(7.0), jnp.zeros(7))
@@ -73,11 +77,11 @@ def accumulate_gradients(
             raise _core.ArgumentError(f'{name}: expected "mean" or "sum", got {given!r}')
 
     @functools.partial(jax.jit, static_argnums=0)
-    def run(options: tuple[Any, ...], arrays: dict[str, Any], *args: Any) -> Any:
-        given = {**dict(options), **arrays}
-        numbers = [argnums] if isinstance(argnums, int) else argnums
-        chosen = {number % len(args) for number in numbers}
-        differentiated = jax.value_and_grad(fun, argnums, has_aux=has_aux)
+    def run(keywords: _Keywords, arrays: list[Any], *args: Any) -> Any:
+        given = keywords.with_arrays(arrays)
+        chosen = [_place(place, len(args)) for place in (argnums if isinstance(argnums, Sequence) else [argnums])]
+        places = tuple(chosen) if isinstance(argnums, Sequence) else chosen[0]
+        differentiated = jax.value_and_grad(fun, places, has_aux=has_aux)
         batch = Batch([arg for place, arg in enumerate(args) if place not in chosen], number)
 
         def one(micro_batch: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -93,12 +97,43 @@ def accumulate_gradients(
 
     @functools.wraps(fun)
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        # Only arrays can be traced.
-        arrays = {name: given for name, given in kwargs.items() if _is_of_arrays(given)}
-        options = tuple(sorted((name, given) for name, given in kwargs.items() if name not in arrays))
-        return run(options, arrays, *args)
+        keywords = _Keywords(kwargs)
+        return run(keywords, keywords.arrays, *args)
 
     return accumulated
+
+
+class _Keywords:
+    """Keyword arguments: arrays, which are traced, and everything else, which the compiled program is one of."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._leaves, self._treedef = jax.tree.flatten(given)
+        self._is_array = tuple(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in self._leaves)
+        pairs = list(zip(self._leaves, self._is_array, strict=True))
+        self.arrays = [leaf for leaf, is_array in pairs if is_array]
+        self._leaves = [None if is_array else leaf for leaf, is_array in pairs]
+        # 1, True and 1.0 are equal, and so are 0.0 and -0.0; NaN is not even equal to itself.
+        others = tuple((type(leaf), repr(leaf) if isinstance(leaf, float) else leaf) for leaf in self._leaves)
+        self._key = (self._treedef, self._is_array, others)
+
+    def with_arrays(self, arrays: list[Any]) -> Any:
+        """All, with these arrays in their places."""
+        rest = iter(arrays)
+        leaves = [next(rest) if is_array else leaf for leaf, is_array in zip(self._leaves, self._is_array, strict=True)]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keywords) and self._key == other._key
+
+
+def _place(given: Any, count: int) -> int:
+    place = operator.index(given)
+    if not -count <= place < count:
+        raise _core.ArgumentError(f"argnums: expected places among {count} positional arguments, got {given}")
+    return place % count
 
 
 def accumulate(
@@ -133,13 +168,17 @@ def accumulate(
         """What to sum of a micro-batch, what to stack of it, and its weight."""
         micro_batch = batch.at(index, size)
         value, aux, gradient = one(micro_batch)
-        of_batch = jnp.asarray(size if weight is None else weight(*micro_batch), float)
+        of_batch = scalar("weight", size if weight is None else weight(*micro_batch), least=0)
         means, totals, stacked = (None, None, aux)
         if reduce_aux == "mean":
-            means, stacked = aux, None
+            means, stacked = jax.tree.map(_widened, aux), None
         elif reduce_aux == "sum":
-            totals, stacked = jax.tree.map(jnp.asarray, aux), None
-        return (value, gradient, means), (stacked, totals), of_batch.reshape(())
+            # In 32 bits at least, and masked as the gradients are.
+            terms = jax.tree.map(lambda leaf: jnp.asarray(leaf, _wide(leaf)), aux)
+            totals = jax.tree.map(lambda term: jnp.where(of_batch == 0, jnp.zeros_like(term), term), terms)
+            stacked = None
+        summed = {"aux": means, "gradient": gradient, "value": jax.tree.map(_widened, value)}
+        return summed, (stacked, totals), of_batch
 
     def body(size: int, carry: Any, index: Any) -> tuple[Any, Any]:
         state, totals = carry
@@ -170,10 +209,9 @@ def accumulate(
         if number:
             carry, stacked = scan(functools.partial(body, size), carry, first + jnp.arange(number))
             stacks.append(stacked)
-    (value, gradient, means), _ = take(carry[0], reduction)
-    if reduce_aux is not None:
-        return value, means if reduce_aux == "mean" else carry[1], gradient
-    return value, _joined(stacks), gradient
+    result, _ = take(carry[0], reduction)
+    aux = _joined(stacks) if reduce_aux is None else result["aux"] if reduce_aux == "mean" else carry[1]
+    return result["value"], aux, result["gradient"]
 
 
 def _joined(stacks: list[Any]) -> Any:
@@ -188,6 +226,14 @@ def _joined(stacks: list[Any]) -> Any:
         ) from error
 
 
-def _is_of_arrays(given: Any) -> bool:
-    leaves = jax.tree.leaves(given)
-    return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
+def _wide(leaf: Any) -> Any:
+    """The dtype to add up in: 16 bits in float32, and what are no fractions in JAX's default int."""
+    dtype = jnp.asarray(leaf).dtype
+    wide = jnp.promote_types(dtype, jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else int)
+    return dtypes.canonicalize_dtype(wide)
+
+
+def _widened(leaf: Any) -> jax.Array:
+    """What is to be averaged, in float32 at least."""
+    array = jnp.asarray(leaf)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,10 @@ class Structure:
             leaves: list[Any] = self._treedef.flatten_up_to(tree)
             return leaves
         except (ValueError, TypeError) as error:
-            like = self.unflatten(self.ids)
-            raise _core.GradaccError(_difference(like, tree, ()) or f"expected another tree: {error}") from error
+            difference = None
+            with contextlib.suppress(Exception):  # of a node that does not take ids for leaves
+                difference = _difference(self.unflatten(self.ids), tree, ())
+            raise _core.GradaccError(difference or f"expected another tree: {error}") from error
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """A tree of this structure, with other leaves."""
@@ -72,6 +75,8 @@ def _difference(like: Any, tree: Any, path: tuple[Any, ...]) -> str | None:
     keys, others = [path_id((key,)) for key, _ in expected], [path_id((key,)) for key, _ in got]
     odd = [f"{key!r} too many" for key in others if key not in keys] if type(like) is type(tree) else []
     odd += [f"{key!r} missing" for key in keys if key not in others] if type(like) is type(tree) else []
+    if not odd and type(like) is type(tree):
+        odd = [f"{other} in place of {structure}"]
     came = ", ".join(odd) or f"{_kind(tree)} in place of {_kind(like)}"
     return f"expected a tree like the one this is for, got another {where}: {came}"
 

@@ -64,7 +64,6 @@ def accumulate_gradients(
 
     Example:
         >>> import jax.numpy as jnp
-    import numpy as np
         >>> from gradacc.jax import accumulate_gradients
         >>> loss = lambda w, x, y: jnp.mean((x * w - y) ** 2)
         >>> value, gradient = accumulate_gradients(loss, micro_batches=3)(1.0, jnp.arange(7.0), jnp.zeros(7))

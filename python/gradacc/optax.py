@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _core
-from .jax.functional import State, add, init, take
+from .jax.functional import State, add, init, nothing, take
 
 Every: TypeAlias = int | Callable[[jax.Array], ArrayLike]
 
@@ -124,52 +124,49 @@ def accumulate(
         extra_leaves, extra_tree = jax.tree.flatten(extra)
         arrays = {place: leaf for place, leaf in enumerate(extra_leaves) if isinstance(leaf, jax.Array | np.ndarray)}
 
-        def step(window: State, of_inner: Any, wide: Any, arrays: dict[int, Any]) -> tuple[State, Any, Any]:
+        def step(sums: Any, of_inner: Any, counters: Any, wide: Any, arrays: dict[int, Any]) -> tuple[Any, Any]:
+            """From the sums of a complete window, and a state, to updates and the next state, of the same dtypes."""
             given = [arrays.get(place, leaf) for place, leaf in enumerate(extra_leaves)]
-            mean, empty = take(window, reduction)
-            updates, new = inner.update(mean, of_inner, wide, **extra_tree.unflatten(given))
-            # A loop and a branch have to keep the dtypes.
-            new = jax.tree.map(lambda a, b: _strong(a, b.dtype), new, of_inner)
-            return empty, new, jax.tree.map(_strong, updates)
+            mean, _ = take(State(sums, *counters), reduction)
+            new = inner.update(mean, of_inner, wide, **extra_tree.unflatten(given))
+            kept: tuple[Any, Any] = jax.tree.map(lambda new, old: _strong(new, old.dtype), new, (sums, of_inner))
+            return kept
 
-        *_, like = jax.eval_shape(step, window, of_inner, wide, arrays)
         is_complete = window.count >= length
-        closed: tuple[State, Any, Any] = _only_if(is_complete, step, window, of_inner, like, wide, arrays)
-        window, of_inner, updates = closed
+        stepped, of_inner = _only_if(is_complete, step, window.sums, of_inner, window[1:], wide, arrays)
+        # The updates are where the sums were, so that both are read and written once, by whoever needs them.
+        updates = jax.tree.map(lambda leaf: jnp.where(is_complete, leaf, jnp.zeros_like(leaf)), stepped)
+        sums = jax.tree.map(lambda leaf: jnp.where(is_complete, nothing(leaf.dtype), leaf), stepped)
+        window = State(sums, *(jnp.where(is_complete, jnp.zeros_like(number), number) for number in window[1:]))
         length, windows = jnp.where(is_complete, 0, length), state.windows + is_complete
-        counters = (length, windows.astype(jnp.int32), is_complete)
-        return updates, AccumulateState(of_inner, *window, *counters)
+        return updates, AccumulateState(of_inner, *window, length, windows.astype(jnp.int32), is_complete)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _only_if(is_complete: Any, step: Any, window: State, of_inner: Any, like: Any, *rest: Any) -> Any:
-    """What a step makes of a window and a state, and updates, if it is complete; else these, and zeros."""
-
-    def zeros() -> Any:
-        return jax.tree.map(lambda leaf: lax.full_like(leaf, 0), like)
-
+def _only_if(is_complete: Any, step: Any, sums: Any, of_inner: Any, *rest: Any) -> Any:
+    """What a step makes of sums and a state, if the window is complete; else these."""
     if not isinstance(is_complete, jax.core.Tracer):
         # Outside of jit, `cond` would be compiled again for every call.
-        return step(window, of_inner, *rest) if is_complete else (window, of_inner, zeros())
+        return step(sums, of_inner, *rest) if is_complete else (sums, of_inner)
 
     # What the inner transformation closes over, such as a learning rate that is differentiated, becomes an argument.
-    step, hoisted = jax.closure_convert(step, window, of_inner, *rest)
+    step, hoisted = jax.closure_convert(step, sums, of_inner, *rest)
     rest = (*rest, *hoisted)
 
     # A loop of at most one turn leaves a donated state where it is; `cond` copies it. But only `cond` has a gradient.
     @jax.custom_jvp
-    def chosen(is_complete: Any, window: State, of_inner: Any, *rest: Any) -> Any:
+    def chosen(is_complete: Any, sums: Any, of_inner: Any, *rest: Any) -> Any:
         def turn(carry: Any) -> Any:
-            return jnp.zeros_like(carry[0]), step(*carry[1][:2], *rest)
+            return jnp.zeros_like(carry[0]), step(*carry[1], *rest)
 
-        return lax.while_loop(lambda carry: carry[0], turn, (is_complete, (window, of_inner, zeros())))[1]
+        return lax.while_loop(lambda carry: carry[0], turn, (is_complete, (sums, of_inner)))[1]
 
-    def branched(is_complete: Any, window: State, of_inner: Any, *rest: Any) -> Any:
-        return lax.cond(is_complete, step, lambda *held: (*held[:2], zeros()), window, of_inner, *rest)
+    def branched(is_complete: Any, sums: Any, of_inner: Any, *rest: Any) -> Any:
+        return lax.cond(is_complete, step, lambda *held: held[:2], sums, of_inner, *rest)
 
     chosen.defjvp(functools.partial(jax.jvp, branched))
-    return chosen(is_complete, window, of_inner, *rest)
+    return chosen(is_complete, sums, of_inner, *rest)
 
 
 def has_updated(state: Any) -> jax.Array:

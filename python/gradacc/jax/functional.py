@@ -140,7 +140,7 @@ def take(state: State, reduction: Literal["mean", "sum"] = "mean") -> tuple[Any,
     grads = jax.tree.map(lambda sums: _divided(sums, divisor), state.sums)
     # Never true, which the compiler can't know: so the empty window lies where, and is spread as, this one is.
     never = state.count < 0
-    sums = jax.tree.map(lambda leaf: jnp.where(never, leaf, _nothing(leaf.dtype)), state.sums)
+    sums = jax.tree.map(lambda leaf: jnp.where(never, leaf, nothing(leaf.dtype)), state.sums)
     return grads, State(sums, *(jnp.where(never, number, jnp.zeros_like(number)) for number in state[1:]))
 
 
@@ -153,10 +153,10 @@ def _empty(id: str, leaf: Any, dtype: DTypeLike) -> jax.Array:
         if given.name not in SUMMED:
             raise _core.DtypeError(f"parameter {id!r}: expected {what} of {', '.join(SUMMED)}, got {given}")
     wide = dtypes.canonicalize_dtype(jnp.promote_types(own, dtype))
-    return lax.full_like(leaf, _nothing(wide), wide)
+    return lax.full_like(leaf, nothing(wide), wide)
 
 
-def _nothing(dtype: DTypeLike) -> jax.Array:
+def nothing(dtype: DTypeLike) -> jax.Array:
     """The identity of addition: -0.0 + x is x for every x, -0.0 itself too, while 0.0 + -0.0 is 0.0."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     return jnp.asarray(complex(-0.0, -0.0) if is_complex else -0.0, dtype)
@@ -197,7 +197,7 @@ def _added(sums: jax.Array, gradient: jax.Array, scale: jax.Array, is_read: jax.
         scaled = lax.complex(gradient.real * factor, gradient.imag * factor)
     else:
         scaled = gradient * scale.astype(wide)
-    return (sums + jnp.where(is_read, scaled, _nothing(wide))).astype(sums.dtype)
+    return (sums + jnp.where(is_read, scaled, nothing(wide))).astype(sums.dtype)
 
 
 def _divided(sums: jax.Array, divisor: jax.Array | None) -> jax.Array:
